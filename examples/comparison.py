@@ -1,0 +1,229 @@
+"""Trains one task with several optimizers and compares them; used by lm.py and cnn.py.
+
+Every optimizer starts from the same parameters and sees the same batches.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import onebit_jax
+
+AXIS = "data"
+EVALUATIONS = 12
+
+
+def _adam(wire_dtype: str | None) -> Callable:
+    def build(learning_rate: Any, steps: int) -> optax.GradientTransformation:
+        del steps
+        return optax.chain(onebit_jax.exact_mean(AXIS, wire_dtype), optax.adam(learning_rate))
+
+    return build
+
+
+def _warmup(steps: int) -> int:
+    return max(round(0.15 * steps), 1)
+
+
+OPTIMIZERS: dict[str, Callable[[Any, int], optax.GradientTransformation]] = {
+    "adam": _adam(None),
+    "adam_bf16": _adam("bfloat16"),
+    # The default: exact for 100 steps, then a refresh of the variance now and then.
+    "onebit_adam": lambda rate, steps: onebit_jax.onebit_adam(rate, AXIS),
+    "frozen": lambda rate, steps: onebit_jax.onebit_adam(rate, AXIS, variance=_warmup(steps)),
+    "paper": lambda rate, steps: onebit_jax.paper_1bit_adam(rate, AXIS, _warmup(steps)),
+}
+
+
+@dataclasses.dataclass
+class Task:
+    """What there is to train.
+
+    Attributes:
+      init: ``init(seed) -> (params, model_state)``; the latter may be None.
+      loss_fn: the loss as ``onebit_jax.make_train_step`` takes it.
+      mutable: the argument of that name of ``make_train_step``.
+      batch: ``batch(seed, step) -> pytree`` of arrays with a leading axis, the
+        global batch.
+      evaluate: ``evaluate(params, model_state) -> {"loss": ..., ...}`` on
+        held-out data.
+      peak_rate: highest learning rate.
+    """
+
+    init: Callable
+    loss_fn: Callable
+    mutable: str | None
+    batch: Callable
+    evaluate: Callable
+    peak_rate: float
+
+
+def arguments(description: str, steps: int) -> argparse.ArgumentParser:
+    """The arguments that both examples take."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), action="append",
+                        help="train only this one; may be repeated (default: adam, onebit_adam)")
+    parser.add_argument("--workers", type=int, default=4, help="simulated devices (default: 4)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"default: {steps}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), metavar="DIR",
+                        help="where the plot goes (default: out)")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--distributed", action="store_true",
+                        help="one worker per process, joined by jax.distributed")
+    parser.add_argument("--coordinator", metavar="HOST:PORT",
+                        help="with --distributed, where the cluster does not say")
+    parser.add_argument("--num-processes", type=int)
+    parser.add_argument("--process-id", type=int)
+    return parser
+
+
+def start(args: argparse.Namespace) -> jax.sharding.Mesh:
+    """Joins the other processes or makes simulated devices; returns the mesh."""
+    if args.steps < 1 or args.workers < 1:
+        raise SystemExit("--steps and --workers must be at least 1")
+    if args.distributed:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        args.workers = jax.device_count()
+    else:
+        jax.config.update("jax_num_cpu_devices", args.workers)
+    return jax.make_mesh((args.workers,), (AXIS,), devices=jax.devices()[: args.workers])
+
+
+def compare(task: Task, args: argparse.Namespace, mesh: jax.sharding.Mesh, name: str) -> None:
+    """Trains with each optimizer, prints the table, writes plot and JSON."""
+    console = Console(quiet=jax.process_index() > 0)
+    names = args.optimizer or ["adam", "onebit_adam"]
+    runs = [_train(task, optimizer, args, mesh, console) for optimizer in names]
+    if jax.process_index() > 0:
+        return
+    console.print(_table(runs, args, name))
+    args.out.mkdir(parents=True, exist_ok=True)
+    plot = args.out / f"{name}.png"
+    _plot(runs, plot)
+    console.print(f"plot: {plot}")
+    if args.json is not None:
+        settings = {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"arguments": settings, "runs": runs}, indent=1))
+
+
+def _schedule(peak: float, steps: int) -> optax.Schedule:
+    """Linear warm-up over a tenth of the run, at most 100 steps, then a cosine."""
+    warmup = min(max(steps // 10, 1), 100)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), peak / 10)
+
+
+def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -> dict[str, Any]:
+    tx = OPTIMIZERS[optimizer](_schedule(task.peak_rate, args.steps), args.steps)
+    step_fn = onebit_jax.make_train_step(task.loss_fn, tx, mesh, AXIS, mutable=task.mutable)
+    params, model_state = task.init(args.seed)
+    with jax.set_mesh(mesh):
+        state = (params, tx.init(params))
+    if task.mutable is not None:
+        state = (*state, model_state)
+    state = step_fn.place(state)
+
+    curve: list[list[float]] = []
+    seconds, started = 0.0, time.perf_counter()
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), TextColumn("{task.completed}/"
+               "{task.total}  {task.fields[status]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(optimizer, total=args.steps, status="compiling")
+        for step in range(args.steps):
+            state, metrics = step_fn(state, _my_part(task.batch(args.seed, step)))
+            if step == 0:  # the first step compiles; time starts after it
+                jax.block_until_ready(state)
+                started = time.perf_counter()
+            last = step == args.steps - 1
+            if (step + 1) % 10 == 0 or last:
+                rounds = onebit_jax.round_counts(state)
+                sent = onebit_jax.bytes_sent(state)
+                stage = "1-bit" if rounds["onebit"] else "exact"
+                status = f"loss {float(metrics['loss']):.3f}  {stage}  {sent / 1e6:.1f} MB sent"
+                progress.update(bar, completed=step + 1, status=status)
+            if last or (step + 1) % max(args.steps // EVALUATIONS, 1) == 0:
+                jax.block_until_ready(state)
+                seconds += time.perf_counter() - started
+                result = task.evaluate(*map(_local, (state[0], (*state, None)[2])))
+                curve.append([step + 1, onebit_jax.bytes_sent(state), seconds, result["loss"]])
+                started = time.perf_counter()
+    rounds = onebit_jax.round_counts(state)
+    run = {
+        "optimizer": optimizer,
+        "seed": args.seed,
+        "eval_loss": result["loss"],
+        "exact_rounds": rounds["exact"],
+        "onebit_rounds": rounds["onebit"],
+        "skipped_rounds": rounds["skipped"],
+        "bytes_sent": onebit_jax.bytes_sent(state),
+        "seconds": seconds,
+        "curve": curve,
+    }
+    if "accuracy" in result:
+        run["accuracy"] = result["accuracy"]
+    return run
+
+
+def _my_part(batch: Any) -> Any:
+    """This process's rows of the global batch."""
+    n, i = jax.process_count(), jax.process_index()
+    return jax.tree.map(lambda x: x[i * (len(x) // n) : (i + 1) * (len(x) // n)], batch)
+
+
+def _local(tree: Any) -> Any:
+    """One device's copy of replicated arrays, to evaluate once and not once a worker."""
+    return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+
+
+def _table(runs: list[dict], args: Any, name: str) -> Table:
+    table = Table(title=f"{name}: {args.steps} steps, {args.workers} workers, seed {args.seed}")
+    table.add_column("optimizer")
+    columns = ["held-out loss", "accuracy", "exact rounds", "1-bit rounds", "MB sent per worker",
+               "ratio", "seconds"]
+    with_accuracy = "accuracy" in runs[0]
+    for column in columns:
+        if column != "accuracy" or with_accuracy:
+            table.add_column(column, justify="right")
+    for run in runs:
+        sent = run["bytes_sent"]
+        ratio = f"{runs[0]['bytes_sent'] / sent:.1f}x" if sent else "-"
+        accuracy = [f"{100 * run['accuracy']:.2f} %"] if with_accuracy else []
+        table.add_row(run["optimizer"], f"{run['eval_loss']:.4f}", *accuracy,
+                      str(run["exact_rounds"]), str(run["onebit_rounds"]), f"{sent / 1e6:.1f}",
+                      ratio, f"{run['seconds']:.0f}")
+    return table
+
+
+def _plot(runs: list[dict], path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for run in runs:
+        steps, sent, _, loss = np.asarray(run["curve"]).T
+        by_step.plot(steps, loss, marker=".", label=run["optimizer"])
+        by_bytes.plot(sent / 1e6, loss, marker=".", label=run["optimizer"])
+    by_step.set(xlabel="steps", ylabel="held-out loss", yscale="log")
+    by_bytes.set(xlabel="MB sent per worker")
+    if any(run["bytes_sent"] for run in runs):
+        by_bytes.set_xscale("log")
+    by_step.legend()
+    for axes in (by_step, by_bytes):
+        axes.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

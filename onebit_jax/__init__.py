@@ -1,0 +1,34 @@
+"""1-bit Adam for data-parallel JAX over slow networks, in the manner of Optax."""
+
+from onebit_jax.adam import (
+    ScaleByOnebitAdamState as ScaleByOnebitAdamState,
+    onebit_adam as onebit_adam,
+    onebit_adamw as onebit_adamw,
+    paper_1bit_adam as paper_1bit_adam,
+    scale_by_onebit_adam as scale_by_onebit_adam,
+)
+from onebit_jax.allreduce import ErrorFeedback as ErrorFeedback
+from onebit_jax.packing import pack_signs as pack_signs, unpack_signs as unpack_signs
+from onebit_jax.quantize import SignQuantizer as SignQuantizer
+from onebit_jax.sync import (
+    Rounds as Rounds,
+    clip_by_global_norm as clip_by_global_norm,
+    compressed_mean as compressed_mean,
+    exact_mean as exact_mean,
+)
+from onebit_jax.training import make_train_step as make_train_step
+from onebit_jax.variance import (
+    VariancePolicy as VariancePolicy,
+    freeze_after as freeze_after,
+    freeze_when_stable as freeze_when_stable,
+    refresh as refresh,
+)
+from onebit_jax.wire import bytes_sent as bytes_sent, round_counts as round_counts
+from onebit_jax.workers import (
+    per_worker as per_worker,
+    resize_workers as resize_workers,
+    state_specs as state_specs,
+)
+from onebit_jax.wrappers import accumulate as accumulate
+
+__version__ = "0.1.0"

@@ -1,0 +1,425 @@
+"""1-bit Adam: Adam whose momentum is averaged in one bit per entry."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from onebit_jax import allreduce, sync, variance as policies, workers, wrappers
+from onebit_jax.allreduce import ErrorFeedback
+from onebit_jax.quantize import SignQuantizer
+from onebit_jax.sync import Rounds
+from onebit_jax.variance import VariancePolicy
+
+DEFAULT_VARIANCE = policies.refresh()
+
+
+class ScaleByOnebitAdamState(NamedTuple):
+    """State of :func:`scale_by_onebit_adam`.
+
+    Attributes:
+      count: int32 ``()``, finished steps; skipped ones do not count.
+      mu: first moment, like the parameters, float32 or ``mu_dtype``.
+      nu: second moment, like the parameters, float32.
+      nu_count: int32 ``()``, steps of decay that ``nu`` has had.
+      errors: worker and server errors, one per worker.
+      variance: state of the variance policy.
+      rounds: counts of exact, 1-bit and skipped rounds, and of bytes.
+    """
+
+    count: jax.Array
+    mu: optax.Updates
+    nu: optax.Updates
+    nu_count: jax.Array
+    errors: ErrorFeedback
+    variance: Any
+    rounds: Rounds
+
+
+def scale_by_onebit_adam(
+    axis_name: str | None,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    variance: int | VariancePolicy = DEFAULT_VARIANCE,
+    quantizer: SignQuantizer = SignQuantizer(),
+    precondition: bool = True,
+    variance_floor: jax.typing.ArrayLike = 1e-2,
+    bias_correction: bool = True,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Rescales **local** gradients by the 1-bit Adam algorithm.
+
+    See :func:`onebit_adam` for the method and for all arguments but these.
+
+    Args:
+      axis_name: data-parallel mesh axis, or None for one worker without a mesh.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      variance: which rounds are exact; an int or a policy.
+      quantizer: block size and scale.
+      precondition: quantize the momentum divided by the root of the second
+        moment.
+      variance_floor: lower bound of the second moment relative to its mean over
+        the leaf, in force from the first 1-bit round on.
+      bias_correction: as in Optax; False as in DeepSpeed.
+      mu_dtype: dtype in which the first moment is kept.
+
+    Returns:
+      A transformation with :class:`ScaleByOnebitAdamState`.
+
+    Raises:
+      ValueError: when built, for an invalid ``variance`` or ``quantizer``; from
+        ``init``, if the size of the axis is not known; from ``update``, if the
+        axis is not bound, the gradients are already reduced, the tree is
+        another one than at init, the state is that of another number of
+        workers, or a wrapper that cannot work is calling.
+      TypeError: from ``update``, for integer or complex gradients.
+    """
+    policy = policies.as_policy(variance)
+    mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
+
+    def init(params: optax.Params) -> ScaleByOnebitAdamState:
+        return ScaleByOnebitAdamState(
+            count=jnp.zeros((), jnp.int32),
+            mu=optax.tree.zeros_like(params, dtype=mu_dtype or jnp.float32),
+            nu=optax.tree.zeros_like(params, dtype=jnp.float32),
+            nu_count=jnp.zeros((), jnp.int32),
+            errors=allreduce.init_errors(params, axis_name),
+            variance=policy.init(b2),
+            rounds=sync.init_rounds(params, axis_name),
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: ScaleByOnebitAdamState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleByOnebitAdamState]:
+        del params, extra_args
+        wrappers.refuse_wrappers(updates, axis_name)
+        workers.check_updates(updates, axis_name)
+        workers.check_tree(updates, state.errors.worker_error, "onebit_adam")
+        gradients = optax.tree.cast(updates, jnp.float32)
+        old_mu = optax.tree.cast(state.mu, jnp.float32)
+
+        def corrected(nu: optax.Updates, nu_count: jax.Array) -> optax.Updates:
+            if not bias_correction:
+                return nu
+            # A policy of one's own may start with 1-bit rounds: then nu is 0.
+            correction = 1 - jnp.asarray(b2, jnp.float32) ** jnp.maximum(nu_count, 1)
+            return jax.tree.map(lambda v: v / correction, nu)
+
+        def nu_norm() -> jax.Array:
+            norms = jax.tree.map(jnp.sum, corrected(state.nu, state.nu_count))
+            return workers.sum_over_shards(jax.tree.leaves(norms), axis_name)
+
+        decision, variance_state = policy.update(state.variance, state.count, nu_norm)
+
+        def exact_round() -> tuple[Any, ...]:
+            mean, finite = allreduce.exact_allreduce(gradients, axis_name)
+            keep, take = _decay(b2, decision.gap)
+            mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, mean)
+            nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), state.nu, mean)
+            hold = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+            return (
+                jax.tree.map(hold, mu, old_mu),
+                jax.tree.map(hold, nu, state.nu),
+                state.nu_count + jnp.where(finite, decision.gap, 0),
+                state.errors,
+                finite,
+            )
+
+        def onebit_round() -> tuple[Any, ...]:
+            local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, gradients)
+            divisors = None
+            if precondition:
+                nu_hat = _floored(corrected(state.nu, state.nu_count), variance_floor)
+                divisors = jax.tree.map(lambda v: jnp.sqrt(v) + eps, nu_hat)
+            mu, errors, finite = allreduce.compressed_allreduce(
+                local, state.errors, axis_name, quantizer, divisors
+            )
+            mu = jax.tree.map(lambda new, old: jnp.where(finite, new, old), mu, old_mu)
+            return mu, state.nu, state.nu_count, errors, finite
+
+        exact = decision.exact
+        if isinstance(exact, bool):
+            result = exact_round() if exact else onebit_round()
+        else:
+            result = lax.cond(exact, exact_round, onebit_round)
+        mu, nu, nu_count, errors, finite = result
+
+        count = jnp.where(finite, optax.safe_increment(state.count), state.count)
+        if bias_correction:
+            # At least 1, for a skipped first step.
+            correction = 1 - jnp.asarray(b1, jnp.float32) ** jnp.maximum(count, 1)
+            mu_hat = jax.tree.map(lambda m: m / correction, mu)
+        else:
+            mu_hat = mu
+        compressed = (state.rounds.onebit > 0) | ~jnp.asarray(exact)
+        nu_hat = corrected(nu, nu_count)
+        # The momentum carries the noise of the floored divisor from then on.
+        nu_hat = _floored(nu_hat, jnp.where(compressed, variance_floor, 0.0))
+        directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
+
+        w = workers.bound_axis_size(axis_name)
+        n_bytes = (
+            allreduce.exact_round_bytes(updates, w),
+            allreduce.onebit_round_bytes(updates, w, quantizer),
+        )
+        new_state = ScaleByOnebitAdamState(
+            count=count,
+            mu=jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu),
+            nu=nu,
+            nu_count=nu_count,
+            errors=errors,
+            variance=jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), variance_state, state.variance
+            ),
+            rounds=sync.count_round(state.rounds, exact, finite, n_bytes),
+        )
+        return sync.zero_unless(finite, directions, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def onebit_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    axis_name: str | None,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    variance: int | VariancePolicy = DEFAULT_VARIANCE,
+    quantizer: SignQuantizer = SignQuantizer(),
+    precondition: bool = True,
+    variance_floor: jax.typing.ArrayLike = 1e-2,
+    bias_correction: bool = True,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam that exchanges one bit per parameter in most of its steps.
+
+    Takes the **local** gradients of each worker and returns updates that are
+    bit-identical on all of them; do not average the gradients yourself. With
+    worker error :math:`e_i` and server error :math:`d`:
+
+    .. math::
+      \text{exact round:}\quad & g = \tfrac1w \sum_i g_i,\;
+        m = \beta_1 m + (1-\beta_1) g,\; v = \beta_2 v + (1-\beta_2) g^2 \\
+      \text{1-bit round:}\quad & c_i = \beta_1 m + (1-\beta_1) g_i + e_i,\;
+        q_i = Q(c_i),\; e_i = c_i - q_i \\
+      & s = \tfrac1w \sum_i q_i + d,\; m = Q(s),\; d = s - m \\
+      \text{both:}\quad & \theta = \theta - \alpha\, \hat m / (\sqrt{\hat v} + \epsilon)
+
+    Until the first 1-bit round it is ``optax.adam`` on the mean gradient. Which
+    rounds are exact is up to ``variance``; by default the first 100, and then
+    ever fewer. Q quantizes in units of the update, block by block (see
+    ``precondition`` and ``quantizer``).
+
+    A step in which any worker has a NaN or Inf is skipped on all workers: zero
+    updates, and the state unchanged but for ``rounds.skipped`` and the bytes.
+
+    Args:
+      learning_rate: a number or an Optax schedule.
+      axis_name: data-parallel mesh axis over which ``update`` runs in
+        ``jax.shard_map`` or ``jax.pmap``; None for one worker without a mesh,
+        which still quantizes.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      variance: which rounds are exact and update the second moment. An int n:
+        the first n, then it is frozen. Or a policy: ``refresh``,
+        ``freeze_when_stable``. The exact steps should cover the learning-rate
+        warm-up.
+      quantizer: block size and scale.
+      precondition: quantize the momentum divided by the root of the second
+        moment, so that the noise has the size of an update everywhere.
+      variance_floor: from the first 1-bit round on, the second moment counts as
+        at least this fraction of its mean over the leaf. Entries that had no
+        gradient in an exact round would else get enormous updates.
+      bias_correction: as in Optax; the second moment is corrected by the decay
+        that it has had. False never corrects, as in DeepSpeed.
+      mu_dtype: dtype in which the first moment is kept; default float32.
+
+    Returns:
+      A transformation that is chained, scheduled and partitioned like
+      ``optax.adam``. Its state is a tuple that begins with a
+      :class:`ScaleByOnebitAdamState`.
+
+    Raises:
+      ValueError: see :func:`scale_by_onebit_adam`.
+      TypeError: likewise.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, onebit_jax
+      >>> tx = onebit_jax.onebit_adam(0.1, axis_name=None, variance=10)
+      >>> params = jnp.array([1.0, -2.0])
+      >>> state = tx.init(params)
+      >>> for _ in range(100):
+      ...     grads = jax.grad(lambda p: jnp.sum(p**2))(params)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> bool(jnp.abs(params).max() < 0.1)
+      True
+      >>> onebit_jax.round_counts(state)
+      {'exact': 10, 'onebit': 90, 'skipped': 0}
+
+    References:
+      Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training
+      with Adam's Convergence Speed <https://arxiv.org/abs/2102.02888>`_, 2021
+    """
+    return _chain_held(
+        scale_by_onebit_adam(
+            axis_name, b1, b2, eps, variance=variance, quantizer=quantizer,
+            precondition=precondition, variance_floor=variance_floor,
+            bias_correction=bias_correction, mu_dtype=mu_dtype,
+        ),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def onebit_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    axis_name: str | None,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
+    mask: Any = None,
+    variance: int | VariancePolicy = DEFAULT_VARIANCE,
+    quantizer: SignQuantizer = SignQuantizer(),
+    precondition: bool = True,
+    variance_floor: jax.typing.ArrayLike = 1e-2,
+    bias_correction: bool = True,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`onebit_adam` with decoupled weight decay, as in ``optax.adamw``.
+
+    The decay needs no exchange: parameters are the same on all workers. A
+    skipped step does not decay either.
+
+    Args:
+      learning_rate: see :func:`onebit_adam`, as all others not named here.
+      axis_name: see there.
+      b1: see there.
+      b2: see there.
+      eps: see there.
+      weight_decay: strength, multiplied by the learning rate.
+      mask: pytree of booleans, or a function of the parameters that gives one:
+        which leaves decay. Default: all.
+      variance: see there.
+      quantizer: see there.
+      precondition: see there.
+      variance_floor: see there.
+      bias_correction: see there.
+      mu_dtype: see there.
+
+    Returns:
+      A transformation; its ``update`` needs ``params``.
+
+    Raises:
+      ValueError: see :func:`scale_by_onebit_adam`.
+      TypeError: likewise.
+
+    Example:
+      >>> import onebit_jax
+      >>> tx = onebit_jax.onebit_adamw(1e-3, "data", weight_decay=0.01)
+
+    References:
+      Loshchilov and Hutter, `Decoupled Weight Decay Regularization
+      <https://arxiv.org/abs/1711.05101>`_, 2019
+    """
+    return _chain_held(
+        scale_by_onebit_adam(
+            axis_name, b1, b2, eps, variance=variance, quantizer=quantizer,
+            precondition=precondition, variance_floor=variance_floor,
+            bias_correction=bias_correction, mu_dtype=mu_dtype,
+        ),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def paper_1bit_adam(
+    learning_rate: optax.ScalarOrSchedule, axis_name: str | None, warmup_steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """1-bit Adam as its paper has it, for comparison.
+
+    One RMS scale per leaf, no preconditioning, no floor, the second moment
+    frozen after the warm-up (Tang et al. 2021, algorithm 1). Mind what the
+    defaults of :func:`onebit_adam` were made for: entries without a gradient
+    in the warm-up get enormous updates.
+
+    Args:
+      learning_rate: a number or an Optax schedule.
+      axis_name: data-parallel mesh axis, or None for one worker.
+      warmup_steps: exact steps, at least 1; 15 to 25 % of a run in the paper.
+
+    Returns:
+      A transformation like :func:`onebit_adam`.
+
+    Raises:
+      ValueError: for ``warmup_steps`` below 1, and as ``onebit_adam``.
+
+    Example:
+      >>> import onebit_jax
+      >>> tx = onebit_jax.paper_1bit_adam(1e-3, "data", warmup_steps=500)
+    """
+    return onebit_adam(
+        learning_rate, axis_name, variance=policies.freeze_after(warmup_steps),
+        quantizer=SignQuantizer(block_size=None), precondition=False, variance_floor=0.0,
+    )
+
+
+def _decay(b2: Any, gap: jax.Array) -> tuple[Any, Any]:
+    """``b2 ** gap`` and one minus it, equal to Optax's constants at gap 1."""
+    log = jnp.log(jnp.asarray(b2, jnp.float32)) * gap
+    return (
+        jnp.where(gap == 1, b2, jnp.exp(log)).astype(jnp.float32),
+        jnp.where(gap == 1, 1 - b2, -jnp.expm1(log)).astype(jnp.float32),
+    )
+
+
+def _floored(nu_hat: optax.Updates, floor: Any) -> optax.Updates:
+    """The second moment, at least ``floor`` times its mean over the leaf.
+
+    A leaf that had no gradient at all takes the mean over the whole tree.
+    """
+    leaves, treedef = jax.tree.flatten(nu_hat)
+    if not leaves:
+        return nu_hat
+    size = max(sum(v.size for v in leaves), 1)
+    sums = [jnp.sum(v) for v in leaves]
+    overall = sum(sums[1:], start=sums[0]) / size
+    means = [jnp.where(s > 0, s / max(v.size, 1), overall) for s, v in zip(sums, leaves)]
+    return treedef.unflatten([jnp.maximum(v, floor * m) for v, m in zip(leaves, means)])
+
+
+def _chain_held(
+    first: optax.GradientTransformationExtraArgs, *rest: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.chain`` in which a step that ``first`` skips changes nothing.
+
+    Otherwise a skipped step would still decay the weights and move schedules.
+    """
+    after = optax.chain(*rest)
+
+    def init(params: optax.Params) -> tuple[Any, ...]:
+        return (first.init(params), *after.init(params))
+
+    def update(
+        updates: optax.Updates, state: tuple[Any, ...], params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, tuple[Any, ...]]:
+        updates, first_state = first.update(updates, state[0], params, **extra_args)
+        skipped = first_state.rounds.skipped > state[0].rounds.skipped
+        updates, after_state = after.update(updates, state[1:], params, **extra_args)
+        updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
+        hold = lambda old, new: jnp.where(skipped, old, new)  # noqa: E731
+        return updates, (first_state, *jax.tree.map(hold, state[1:], after_state))
+
+    return optax.GradientTransformationExtraArgs(init, update)

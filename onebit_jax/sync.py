@@ -1,0 +1,240 @@
+"""Synchronisation as Optax transformations: local updates in, common ones out."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from onebit_jax import allreduce, workers, wrappers
+from onebit_jax.allreduce import ErrorFeedback
+from onebit_jax.quantize import SignQuantizer
+
+
+class Rounds(NamedTuple):
+    """Counts of what a synchronising transformation has done.
+
+    Attributes:
+      exact: int32 ``()``, full-precision rounds.
+      onebit: int32 ``()``, 1-bit rounds.
+      skipped: int32 ``()``, rounds thrown away because something in them was
+        not finite. They are in neither of the other counts, but in ``sent``.
+      sent: uint32 ``(1 or w, 2)``, bytes each worker has sent so far, low and
+        high half; read it with ``onebit_jax.bytes_sent``.
+    """
+
+    exact: jax.Array
+    onebit: jax.Array
+    skipped: jax.Array
+    sent: jax.Array
+
+
+def init_rounds(params: Any, axis_name: str | None) -> Rounds:
+    """All counts at zero."""
+    leaves = jax.tree.leaves(params)
+    like = leaves[0] if leaves else jnp.zeros(())
+    # Three arrays, because a donated state must not hold one buffer twice.
+    counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
+    return Rounds(*counts, workers.worker_zeros(like, (2,), jnp.uint32, axis_name))
+
+
+def count_round(rounds: Rounds, exact: Any, finite: jax.Array, n_bytes: tuple[int, int]) -> Rounds:
+    """One round more, of ``n_bytes = (if exact, if 1-bit)`` sent by each worker."""
+    done = finite.astype(jnp.int32)
+    was_exact = jnp.asarray(exact).astype(jnp.int32)
+    halves = [jnp.asarray([b & 0xFFFFFFFF, b >> 32], jnp.uint32) for b in n_bytes]
+    more = jnp.where(jnp.asarray(exact), *halves)
+    low = rounds.sent[:, 0] + more[0]
+    high = rounds.sent[:, 1] + more[1] + (low < more[0]).astype(jnp.uint32)
+    return Rounds(
+        exact=rounds.exact + done * was_exact,
+        onebit=rounds.onebit + done * (1 - was_exact),
+        skipped=rounds.skipped + (1 - done),
+        sent=jnp.stack([low, high], axis=1),
+    )
+
+
+def rounds_in(state: Any) -> list[Rounds]:
+    """The counts of all synchronising transformations in a state."""
+    is_rounds = lambda x: isinstance(x, Rounds)  # noqa: E731
+    return [x for x in jax.tree.leaves(state, is_leaf=is_rounds) if is_rounds(x)]
+
+
+def zero_unless(finite: jax.Array, updates: Any, like: Any) -> Any:
+    """Updates in the dtypes of ``like``, or zeros if not all was finite."""
+    return jax.tree.map(lambda u, g: jnp.where(finite, u, 0.0).astype(g.dtype), updates, like)
+
+
+class CompressedMeanState(NamedTuple):
+    """State of :func:`compressed_mean`.
+
+    Attributes:
+      errors: worker and server errors.
+      rounds: counts of rounds and bytes.
+    """
+
+    errors: ErrorFeedback
+    rounds: Rounds
+
+
+def compressed_mean(
+    axis_name: str | None, quantizer: SignQuantizer = SignQuantizer()
+) -> optax.GradientTransformationExtraArgs:
+    """Replaces each worker's updates by their 1-bit mean, with error feedback.
+
+    Put it in front of an optimizer that needs no second moment. Two payload
+    collectives for the whole pytree, about ``2 (w - 1) / w * N / 8`` bytes sent
+    by each worker for N entries. In front of Adam use :func:`exact_mean`, or
+    ``onebit_adam``: a second moment of quantized gradients is all noise (Tang et
+    al. 2021, arXiv 2102.02888, section 3).
+
+    If anything in a round is not finite on any worker, all workers return
+    zeros, keep their errors and count the round as skipped.
+
+    Args:
+      axis_name: data-parallel mesh axis, or None for one worker.
+      quantizer: block size and scale.
+
+    Returns:
+      A transformation with :class:`CompressedMeanState`. Its ``update`` must
+      run where the axis is bound, on gradients not yet reduced over it.
+
+    Raises:
+      ValueError: from ``init`` or ``update``, see ``scale_by_onebit_adam``.
+
+    Example:
+      >>> import optax, onebit_jax
+      >>> tx = optax.chain(
+      ...     onebit_jax.compressed_mean("data"), optax.sgd(0.1, momentum=0.9)
+      ... )
+    """
+
+    def init(params: Any) -> CompressedMeanState:
+        return CompressedMeanState(
+            allreduce.init_errors(params, axis_name), init_rounds(params, axis_name)
+        )
+
+    def update(
+        updates: Any, state: CompressedMeanState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, CompressedMeanState]:
+        del params, extra_args
+        wrappers.refuse_wrappers(updates, axis_name)
+        workers.check_updates(updates, axis_name)
+        workers.check_tree(updates, state.errors.worker_error, "compressed_mean")
+        mean, errors, finite = allreduce.compressed_allreduce(
+            updates, state.errors, axis_name, quantizer
+        )
+        w = workers.bound_axis_size(axis_name)
+        n_bytes = allreduce.onebit_round_bytes(updates, w, quantizer)
+        rounds = count_round(state.rounds, False, finite, (0, n_bytes))
+        return zero_unless(finite, mean, updates), CompressedMeanState(errors, rounds)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class ExactMeanState(NamedTuple):
+    """State of :func:`exact_mean`.
+
+    Attributes:
+      rounds: counts of rounds and bytes.
+    """
+
+    rounds: Rounds
+
+
+def exact_mean(
+    axis_name: str | None, wire_dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Replaces each worker's updates by their mean in full precision.
+
+    ``optax.chain(exact_mean("data"), optax.adam(1e-3))`` is ordinary
+    data-parallel Adam with the bytes counted. A round with anything that is
+    not finite gives zeros and counts as skipped.
+
+    Args:
+      axis_name: data-parallel mesh axis, or None for one worker.
+      wire_dtype: None for float32, or ``"bfloat16"`` / ``"float16"`` for two
+        bytes per entry on the wire and a float32 sum.
+
+    Returns:
+      A transformation with :class:`ExactMeanState`.
+
+    Raises:
+      ValueError: for another ``wire_dtype``, and as ``compressed_mean``.
+
+    Example:
+      >>> import optax, onebit_jax
+      >>> tx = optax.chain(onebit_jax.exact_mean("data", "bfloat16"), optax.adam(1e-3))
+    """
+    if wire_dtype is not None and jnp.dtype(wire_dtype) not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"wire_dtype must be None (float32), bfloat16 or float16, found {wire_dtype!r}"
+        )
+
+    def init(params: Any) -> ExactMeanState:
+        return ExactMeanState(init_rounds(params, axis_name))
+
+    def update(
+        updates: Any, state: ExactMeanState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ExactMeanState]:
+        del params, extra_args
+        wrappers.refuse_wrappers(updates, axis_name)
+        workers.check_updates(updates, axis_name)
+        workers.check_worker_axis(state.rounds.sent, "exact_mean")
+        mean, finite = allreduce.exact_allreduce(updates, axis_name, wire_dtype)
+        w = workers.bound_axis_size(axis_name)
+        n_bytes = allreduce.exact_round_bytes(updates, w, wire_dtype)
+        rounds = count_round(state.rounds, True, finite, (n_bytes, 0))
+        return zero_unless(finite, mean, updates), ExactMeanState(rounds)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def clip_by_global_norm(
+    max_norm: jax.typing.ArrayLike, axis_name: str | None
+) -> optax.GradientTransformationExtraArgs:
+    """Clips local updates by one factor that is the same on all workers.
+
+    The norm is the root of the mean squared norm of the workers, an upper
+    bound of the norm of the mean; equal to it when all workers have the same
+    gradient. ``optax.clip_by_global_norm`` in front of a compressed mean would
+    clip each worker by its own norm, and so bias the mean. Exchanges one
+    float32 scalar per step.
+
+    Args:
+      max_norm: the largest norm that passes unchanged.
+      axis_name: data-parallel mesh axis, or None for one worker.
+
+    Returns:
+      A stateless transformation to chain in front.
+
+    Raises:
+      ValueError: from ``update``, for an unbound axis or reduced gradients.
+
+    Example:
+      >>> import optax, onebit_jax
+      >>> tx = optax.chain(
+      ...     onebit_jax.clip_by_global_norm(1.0, "data"),
+      ...     onebit_jax.onebit_adam(1e-3, "data"),
+      ... )
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del params, extra_args
+        wrappers.refuse_wrappers(updates, axis_name)
+        workers.check_updates(updates, axis_name)
+        squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(updates)]
+        # The squares of a sharded parameter add up over its other axes.
+        square = workers.sum_over_shards(squares, axis_name)
+        if axis_name is not None:
+            square = lax.pmean(square, axis_name)
+        norm = jnp.sqrt(square)
+        factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+        factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
+        scale = lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype)  # noqa: E731
+        return jax.tree.map(scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

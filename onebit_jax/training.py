@@ -1,0 +1,258 @@
+"""The short road: a jitted data-parallel train step for a Flax model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from onebit_jax import sync, workers
+
+PyTree = Any
+
+
+class TrainStep:
+    """A compiled data-parallel train step; made by :func:`make_train_step`."""
+
+    def __init__(self, step: Callable, mesh: Mesh, axis_name: str):
+        self._step = jax.jit(step, donate_argnums=0)
+        self._mesh = mesh
+        self._axis_name = axis_name
+
+    def __call__(self, state: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Any:
+        """One step: ``(state, metrics)``.
+
+        Args:
+          state: donated, so use the returned one. Put on the mesh if it is not
+            there yet.
+          batch: pytree of arrays with a leading batch axis, cut into equal parts
+            for the workers; with several processes, this process's part.
+          rng: a key, folded with the worker's index, for a loss that takes one.
+
+        Returns:
+          The new state, and the metrics averaged over the workers, a dict of
+          replicated arrays with at least ``"loss"``.
+
+        Raises:
+          ValueError: if the batch cannot be cut evenly, or the state is that of
+            another number of workers.
+        """
+        return self._step(self.place(state), self._place_batch(batch), rng)
+
+    def lower(self, state: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Any:
+        """Lowers the step for these arguments, as ``jax.jit(...).lower`` does."""
+        return self._step.lower(self.place(state), self._place_batch(batch), rng)
+
+    def place(self, state: PyTree) -> PyTree:
+        """Puts a state on the mesh: per-worker leaves sharded, others replicated."""
+        size = self._mesh.shape[self._axis_name]
+        for leaf in workers.per_worker_leaves(state):
+            if leaf.shape[0] != size:
+                raise workers.wrong_worker_count(
+                    "make_train_step",
+                    f"a leaf for {leaf.shape[0]} workers, the mesh axis "
+                    f"{self._axis_name!r} has {size}",
+                )
+        specs = workers.state_specs(state, self._axis_name)
+        return jax.tree.map(self._put, state, specs)
+
+    def _put(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
+        sharding = NamedSharding(self._mesh, spec)
+        if isinstance(leaf, jax.Array):
+            if leaf.sharding == sharding:
+                return leaf
+            if jax.process_count() == 1 or not leaf.is_fully_addressable:
+                return jax.device_put(leaf, sharding)
+        # Every process has the whole of it and keeps its part.
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def _place_batch(self, batch: PyTree) -> PyTree:
+        sharding = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
+        parts = self._mesh.shape[self._axis_name] // jax.process_count()
+
+        def put(leaf: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+                return leaf
+            shape = np.shape(leaf)
+            if not shape or shape[0] % parts:
+                raise ValueError(
+                    f"the batch must have a leading axis that {parts} workers can share "
+                    f"equally, found a leaf of shape {shape}"
+                )
+            if jax.process_count() == 1:
+                return jax.device_put(leaf, sharding)
+            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+        return jax.tree.map(put, batch)
+
+
+def make_train_step(
+    loss_fn: Callable,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis_name: str = "data",
+    *,
+    has_aux: bool = False,
+    mutable: str | None = None,
+) -> TrainStep:
+    """Builds ``step(state, batch, rng=None) -> (state, metrics)``.
+
+    Each worker takes the gradient of the loss on its part of the batch, ``tx``
+    exchanges it, and all apply the same updates. The state is a Flax
+    ``TrainState`` or a plain tuple ``(params, opt_state)``. Make the optimizer's
+    state under ``with jax.set_mesh(mesh):``, so that ``tx.init`` knows the number
+    of workers.
+
+    A step that ``tx`` skips because of a NaN or Inf changes nothing in the state
+    but the counts of rounds.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, the mean loss of a local batch, a
+        float ``()``. With ``has_aux`` it returns ``(loss, metrics)``. With
+        ``mutable`` it is ``loss_fn(params, model_state, batch)`` and returns
+        ``(loss, model_state)`` or ``(loss, (model_state, metrics))``. If the step
+        is given a key it must take ``rng=``, different on every worker.
+      tx: a transformation that takes local gradients and synchronises them.
+      mesh: a device mesh with the axis ``axis_name``; other axes replicate.
+      axis_name: the data-parallel axis.
+      has_aux: the loss also returns a dict of metrics, averaged over workers.
+      mutable: name of a mutable Flax collection, such as ``"batch_stats"``, that
+        the loss updates; averaged over the workers after each step. It is the
+        field of that name of a ``TrainState``, or third in a plain tuple.
+
+    Returns:
+      A :class:`TrainStep`: jitted, the state donated, the batch sharded.
+
+    Raises:
+      ValueError: if the mesh lacks the axis; when tracing, if ``tx`` synchronises
+        nothing; and as ``tx`` raises.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> mesh = jax.make_mesh((2,), ("data",))
+      >>> tx = onebit_jax.onebit_adam(0.1, "data", variance=5)
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params - 1.0) ** 2)
+      >>> step = onebit_jax.make_train_step(loss_fn, tx, mesh)
+      >>> params = jnp.zeros(3)
+      >>> with jax.set_mesh(mesh):
+      ...     state = (params, tx.init(params))
+      >>> for _ in range(50):
+      ...     state, metrics = step(state, jnp.eye(3)[jnp.array([0, 1, 2, 0])])
+      >>> bool(metrics["loss"] < 0.05)
+      True
+    """
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}"
+        )
+    tx = optax.with_extra_args_support(tx)
+    data, everywhere = PartitionSpec(axis_name), PartitionSpec()
+
+    def local_gradients(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        kwargs = {}
+        if rng is not None:
+            kwargs["rng"] = jax.random.fold_in(rng, lax.axis_index(axis_name))
+        args = (params, batch) if mutable is None else (params, model_state, batch)
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=has_aux or mutable is not None)
+        out, grads = grad_fn(*args, **kwargs)
+        loss, model_state, metrics = _unpack(out, has_aux, mutable)
+        results = (grads, model_state, {"loss": loss, **metrics})
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], results)
+
+    def synchronise(state: Any, results: Any) -> Any:
+        grads, model_state, metrics = jax.tree.map(lambda x: x[0], results)
+        params, opt_state, old_model_state = _take(state, mutable)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new = (
+            optax.apply_updates(params, updates),
+            new_opt_state,
+            jax.tree.map(lambda x: _mean_state(x, axis_name), model_state),
+        )
+        rounds, new_rounds = sync.rounds_in(opt_state), sync.rounds_in(new_opt_state)
+        skipped = sum(r.skipped for r in new_rounds) > sum(r.skipped for r in rounds)
+        new = _hold(skipped, (params, opt_state, old_model_state), new)
+        return _give(state, *new, ~skipped, mutable), lax.pmean(metrics, axis_name)
+
+    def step(state: Any, batch: Any, rng: Any) -> Any:
+        params, opt_state, model_state = _take(state, mutable)
+        if not sync.rounds_in(opt_state):
+            raise ValueError(
+                "make_train_step: tx exchanges nothing between workers, so they would drift "
+                "apart. Chain onebit_jax.exact_mean(axis_name) or compressed_mean(axis_name) in "
+                "front, or use onebit_jax.onebit_adam."
+            )
+        # Types that track the axis would ask for casts inside the user's model
+        # (in every lax.scan), but they do prove that the updates are the same
+        # on all workers: off for the first half, on for the second.
+        results = jax.shard_map(
+            local_gradients, mesh=mesh, in_specs=(everywhere, everywhere, data, everywhere),
+            out_specs=data, check_vma=False,
+        )(params, model_state, batch, rng)
+        specs = workers.state_specs(state, axis_name)
+        return jax.shard_map(
+            synchronise, mesh=mesh, in_specs=(specs, data), out_specs=(specs, everywhere)
+        )(state, results)
+
+    return TrainStep(step, mesh, axis_name)
+
+
+def _unpack(out: Any, has_aux: bool, mutable: str | None) -> tuple[Any, Any, dict]:
+    """``(loss, model_state, metrics)`` from what the loss returned."""
+    if mutable is None:
+        loss, metrics = out if has_aux else (out, {})
+        model_state = None
+    else:
+        loss, rest = out
+        model_state, metrics = rest if has_aux else (rest, {})
+    if not isinstance(metrics, dict) or "loss" in metrics:
+        raise TypeError(
+            "make_train_step: with has_aux the loss returns a dict of metrics without the key "
+            f"'loss', found {metrics!r}"
+        )
+    return loss, model_state, metrics
+
+
+def _take(state: Any, mutable: str | None) -> tuple[Any, Any, Any]:
+    """``(params, opt_state, model_state)`` of either kind of state."""
+    if hasattr(state, "opt_state"):
+        return state.params, state.opt_state, getattr(state, mutable) if mutable else None
+    size = 2 if mutable is None else 3
+    if not isinstance(state, tuple) or len(state) != size:
+        names = ("params", "opt_state", mutable)[:size]
+        raise TypeError(
+            f"the state must be a Flax TrainState or a tuple ({', '.join(map(str, names))}), "
+            f"found {type(state).__name__}"
+        )
+    return (*state, None)[:3]
+
+
+def _give(
+    state: Any, params: Any, opt_state: Any, model_state: Any, done: jax.Array, mutable: str | None
+) -> Any:
+    """Inverse of :func:`_take`."""
+    if hasattr(state, "opt_state"):
+        new = {} if mutable is None else {mutable: model_state}
+        return state.replace(
+            params=params, opt_state=opt_state, step=state.step + done.astype(jnp.int32), **new
+        )
+    return (params, opt_state) if mutable is None else (params, opt_state, model_state)
+
+
+def _mean_state(x: jax.Array, axis_name: str) -> jax.Array:
+    """Mean of a statistic over the workers; counters are the same on all."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return lax.pmean(x, axis_name)
+    return lax.pmax(x, axis_name)
+
+
+def _hold(skipped: jax.Array, old: Any, new: Any) -> Any:
+    """``new``, or ``old`` with the counts of ``new`` if the step was skipped."""
+    is_rounds = lambda x: isinstance(x, sync.Rounds)  # noqa: E731
+    return jax.tree.map(
+        lambda o, n: n if is_rounds(n) else jnp.where(skipped, o, n), old, new, is_leaf=is_rounds
+    )

@@ -1,0 +1,320 @@
+"""What touches the mesh: axis sizes, per-worker values, specs, resizing."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+PyTree = Any
+
+#: State fields whose arrays differ from worker to worker. Each has a leading
+#: worker axis: size 1 inside ``shard_map``, the number of workers outside.
+PER_WORKER_FIELDS = frozenset({"worker_error", "server_error", "worker_sum", "sent"})
+
+
+def known_axes() -> str:
+    """The axis names in reach, as words for an error message."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return ", ".join(repr(name) for name in names) if names else "none"
+
+
+def bound_axis_size(axis_name: str | None) -> int:
+    """Number of workers on an axis bound by ``shard_map``, ``pmap`` or ``vmap``.
+
+    Raises:
+      ValueError: if the axis is not bound here.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not bound here (mesh axes in reach: {known_axes()}). "
+            "Call update inside jax.shard_map or jax.pmap over that axis, or build "
+            "the train step with onebit_jax.make_train_step; axis_name=None is the "
+            "optimizer of a single worker."
+        ) from None
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Number of workers: that of the bound axis, else of the ambient mesh.
+
+    Raises:
+      ValueError: if neither knows the axis.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        mesh = jax.sharding.get_abstract_mesh()
+        if axis_name in mesh.axis_names:
+            return mesh.shape[axis_name]
+    raise ValueError(
+        f"no size is known for axis_name={axis_name!r} (mesh axes in reach: {known_axes()}). "
+        "Call init inside jax.shard_map or jax.pmap over that axis, or outside "
+        "under `with jax.set_mesh(mesh):`; axis_name=None is the optimizer of a "
+        "single worker."
+    )
+
+
+def varying_axes(x: Any) -> frozenset:
+    """Mesh axes over which the type of ``x`` says that it varies."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def tracks_axis(axis_name: str | None) -> bool:
+    """Whether types say what varies over the axis (``check_vma=True``)."""
+    return axis_name is not None and axis_name in varying_axes(lax.axis_index(axis_name))
+
+
+def vary(x: jax.Array, axes: frozenset) -> jax.Array:
+    """``x``, typed as varying over ``axes`` as well; free at run time."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def per_worker(tree: PyTree, axis_name: str) -> PyTree:
+    """Marks values as each worker's own, so that their gradient stays local.
+
+    Inside ``jax.shard_map`` with ``check_vma=True``, the gradient with respect
+    to a replicated parameter is summed over the axis in full precision by
+    JAX itself. Take the gradient of ``per_worker(params, axis_name)`` to get
+    the local one. Costs nothing at run time; does nothing where types do not
+    track the axis.
+
+    Args:
+      tree: a pytree of arrays, any shapes and dtypes.
+      axis_name: the data-parallel axis.
+
+    Returns:
+      The same values, varying over ``axis_name``.
+
+    Raises:
+      ValueError: if the axis is not bound.
+    """
+    bound_axis_size(axis_name)
+    if not tracks_axis(axis_name):
+        return tree
+    return jax.tree.map(lambda x: vary(jnp.asarray(x), frozenset({axis_name})), tree)
+
+
+def worker_zeros(like: Any, shape: tuple[int, ...], dtype: Any, axis_name: str | None) -> jax.Array:
+    """Zeros for a per-worker state leaf: ``(1 or w, *shape)``.
+
+    Their type varies over the axis and over whatever ``like`` varies over, as
+    ``lax.cond`` and ``lax.scan`` ask of values that are updated later.
+    """
+    if axis_name is None:
+        return jnp.zeros((1, *shape), dtype)
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        return jnp.zeros((axis_size(axis_name), *shape), dtype)
+    zeros = jnp.zeros((1, *shape), dtype)
+    if not tracks_axis(axis_name):
+        return zeros
+    return vary(zeros, varying_axes(like) | {axis_name})
+
+
+def agree(flag: jax.Array) -> jax.Array:
+    """True where the flag is True along every other mesh axis it varies over.
+
+    The shards of a model-parallel leaf must not decide differently; nothing
+    is exchanged where types show no such axis.
+    """
+    axes = tuple(sorted(varying_axes(flag)))
+    return lax.pmin(flag.astype(jnp.int32), axes) > 0 if axes else flag
+
+
+def sum_over_shards(parts: list[jax.Array], axis_name: str | None) -> jax.Array:
+    """Sum of the leaves' scalars, added up over the axes that shard a leaf.
+
+    The data-parallel axis ``axis_name`` is left alone.
+    """
+    total = jnp.float32(0)
+    for part in parts:
+        axes = tuple(sorted(varying_axes(part) - {axis_name}))
+        total = total + (lax.psum(part, axes) if axes else part)
+    return total
+
+
+def chunk_length(n: int, workers: int) -> int:
+    """Entries of a leaf of ``n`` that each worker serves, a multiple of 32."""
+    return 32 * -(-n // (32 * workers))
+
+
+def check_updates(updates: PyTree, axis_name: str | None) -> None:
+    """Refuses gradients that the compressed mean cannot take.
+
+    Raises:
+      ValueError: for an unbound axis, or gradients already reduced over it.
+      TypeError: for integer, boolean or complex gradients.
+    """
+    bound_axis_size(axis_name)
+    tracked = tracks_axis(axis_name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        name = jax.tree_util.keystr(path) or "the gradient"
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{name} has dtype {dtype}: gradients must be real floating-point arrays. "
+                "Split complex parameters into real and imaginary parts, and keep "
+                "integers out of the differentiated tree."
+            )
+        if tracked and axis_name not in varying_axes(leaf):
+            raise ValueError(
+                f"the gradient {name} is already reduced over axis {axis_name!r}: its type "
+                f"({jax.typeof(leaf)}) does not vary over it. In shard_map with "
+                "check_vma=True, jax.grad of a replicated parameter sums over the axis in "
+                "full precision. Take the gradient of "
+                f"onebit_jax.per_worker(params, {axis_name!r}) instead, and do not call "
+                "lax.pmean on it."
+            )
+
+
+def check_tree(updates: PyTree, worker_tree: PyTree, what: str) -> None:
+    """Refuses updates that differ from the tree that ``init`` saw.
+
+    ``worker_tree`` holds per-worker arrays, ``(1, *shape)`` for each leaf.
+
+    Raises:
+      ValueError: if structure, shapes or the number of workers differ.
+    """
+    found, expected = jax.tree.structure(updates), jax.tree.structure(worker_tree)
+    if found != expected:
+        raise ValueError(
+            f"{what}: the tree of the updates differs from the parameters given to init.\n"
+            f"found:    {found}\nexpected: {expected}"
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    for (path, leaf), held in zip(leaves, jax.tree.leaves(worker_tree), strict=True):
+        name = jax.tree_util.keystr(path) or "the leaf"
+        if held.shape[1:] != jnp.shape(leaf):
+            raise ValueError(
+                f"{what}: {name} has shape {jnp.shape(leaf)}, but init saw {held.shape[1:]}"
+            )
+        check_worker_axis(held, what)
+
+
+def check_worker_axis(held: jax.Array, what: str) -> None:
+    """Refuses a per-worker array of other than this one worker.
+
+    Raises:
+      ValueError: naming ``resize_workers``.
+    """
+    if held.shape[0] != 1:
+        raise wrong_worker_count(what, f"it holds {held.shape[0]} workers' share on this worker")
+
+
+def wrong_worker_count(what: str, found: str) -> ValueError:
+    """The error for a state of another number of workers."""
+    return ValueError(
+        f"{what}: the state belongs to another number of workers ({found}). Inside "
+        "shard_map, per-worker state must be sharded over the data axis "
+        "(onebit_jax.state_specs); to go on with more or fewer workers, convert the "
+        "state with onebit_jax.resize_workers."
+    )
+
+
+def _field(path: tuple) -> str | None:
+    """The per-worker field that a path runs through, if any."""
+    for key in path:
+        name = getattr(key, "name", None)
+        if name in PER_WORKER_FIELDS:
+            return name
+    return None
+
+
+def per_worker_leaves(state: PyTree) -> list[Any]:
+    """The leaves of a state that have a leading worker axis."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [leaf for path, leaf in leaves if _field(path)]
+
+
+def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None) -> PyTree:
+    """PartitionSpecs of a training state, for ``shard_map``, ``jit`` and Orbax.
+
+    Args:
+      state: an optimizer state, or any pytree around one (parameters, a Flax
+        ``TrainState``); arrays or ``ShapeDtypeStruct``.
+      axis_name: the data-parallel axis.
+      param_specs: specs of the parameters where they are sharded over other
+        axes, a pytree of PartitionSpecs with the structure of the parameters.
+        Default: everything but the per-worker leaves is replicated.
+
+    Returns:
+      A pytree of the structure of ``state``: ``P(axis_name)`` for per-worker
+      leaves, ``P()`` (or the parameter's spec) for the others.
+    """
+    treedef = None
+    if param_specs is not None:
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        treedef = jax.tree.structure(param_specs, is_leaf=is_spec)
+        if jax.tree_util.treedef_is_leaf(treedef):
+            raise ValueError("param_specs must be a container of PartitionSpecs, found one leaf")
+
+    def spec(path: tuple, node: Any) -> Any:
+        field = _field(path)
+        if treedef is None or jax.tree.structure(node) != treedef:
+            return PartitionSpec(axis_name) if field else PartitionSpec()
+        if field is None:
+            return param_specs
+
+        def lead(leaf_spec: PartitionSpec) -> PartitionSpec:
+            if field != "server_error":
+                return PartitionSpec(axis_name, *leaf_spec)
+            # A worker's server error is flat: one chunk for each model shard.
+            names = [n for n in leaf_spec if n is not None]
+            flat = [a for n in names for a in (n if isinstance(n, tuple) else (n,))]
+            return PartitionSpec(axis_name, tuple(flat) or None)
+
+        return jax.tree.map(lead, param_specs, is_leaf=is_spec)
+
+    matches = lambda node: treedef is not None and jax.tree.structure(node) == treedef  # noqa: E731
+    return jax.tree_util.tree_map_with_path(spec, state, is_leaf=matches)
+
+
+def resize_workers(state: PyTree, new_size: int) -> PyTree:
+    """Converts a state to another number of workers without losing error.
+
+    The averaged signal sees only the mean of the worker errors and the
+    concatenated server error, so every new worker gets the old mean and the
+    server error is cut anew. Open sums of ``accumulate`` keep their mean too.
+
+    Args:
+      state: optimizer state or a pytree around one, with global arrays (leading
+        axis of per-worker leaves = old number of workers), not model-parallel.
+      new_size: the new number of workers.
+
+    Returns:
+      The same structure; only the per-worker leaves differ.
+
+    Raises:
+      ValueError: if ``new_size`` is below 1.
+    """
+    if new_size < 1:
+        raise ValueError(f"new_size must be at least 1, found {new_size}")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves if _field(path)}
+
+    def resize(path: tuple, leaf: jax.Array) -> jax.Array:
+        field = _field(path)
+        if field is None:
+            return leaf
+        if field == "sent":
+            return jnp.broadcast_to(leaf[:1], (new_size, *leaf.shape[1:]))
+        if field == "server_error":
+            twin = jax.tree_util.keystr(path).replace(".server_error", ".worker_error")
+            n = math.prod(shapes[twin][1:])
+            length = chunk_length(n, new_size)
+            flat = leaf.reshape(-1)[:n]
+            return jnp.pad(flat, (0, new_size * length - n)).reshape(new_size, length)
+        mean = jnp.mean(leaf, axis=0, keepdims=True)
+        return jnp.broadcast_to(mean, (new_size, *leaf.shape[1:]))
+
+    return jax.tree.unflatten(treedef, [resize(path, leaf) for path, leaf in leaves])
