@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 CONTEXT = 128
-BATCH = 32  # sequences per step, over all workers
+BATCH = 16  # sequences per step, over all workers
 WIDTH, LAYERS, HEADS = 128, 2, 4
 
 
@@ -77,8 +77,8 @@ def batch(seed: int, step: int) -> np.ndarray:
 
 def evaluate(params: dict, model_state: None) -> dict[str, float]:
     _, held = text()
-    starts = np.linspace(0, len(held) - CONTEXT - 2, 512).astype(int)
-    parts = windows(held, starts).reshape(8, 64, CONTEXT + 1)
+    starts = np.linspace(0, len(held) - CONTEXT - 2, 256).astype(int)
+    parts = windows(held, starts).reshape(4, 64, CONTEXT + 1)
     return {"loss": float(np.mean([_eval_loss(params, part) for part in parts]))}
 
 

@@ -111,7 +111,7 @@ def scale_by_onebit_adam(
             if not bias_correction:
                 return nu
             # A policy of one's own may start with 1-bit rounds: then nu is 0.
-            correction = 1 - jnp.asarray(b2, jnp.float32) ** jnp.maximum(nu_count, 1)
+            correction = _bias(b2, jnp.maximum(nu_count, 1))
             return jax.tree.map(lambda v: v / correction, nu)
 
         def nu_norm() -> jax.Array:
@@ -156,7 +156,7 @@ def scale_by_onebit_adam(
         count = jnp.where(finite, optax.safe_increment(state.count), state.count)
         if bias_correction:
             # At least 1, for a skipped first step.
-            correction = 1 - jnp.asarray(b1, jnp.float32) ** jnp.maximum(count, 1)
+            correction = _bias(b1, jnp.maximum(count, 1))
             mu_hat = jax.tree.map(lambda m: m / correction, mu)
         else:
             mu_hat = mu
@@ -376,9 +376,14 @@ def paper_1bit_adam(
     )
 
 
+def _bias(decay: Any, steps: jax.Array) -> jax.Array:
+    """What ``steps`` steps have put into an average that began at 0."""
+    return 1 - jnp.asarray(decay, jnp.float32) ** steps.astype(jnp.float32)
+
+
 def _decay(b2: Any, gap: jax.Array) -> tuple[Any, Any]:
     """``b2 ** gap`` and one minus it, equal to Optax's constants at gap 1."""
-    log = jnp.log(jnp.asarray(b2, jnp.float32)) * gap
+    log = jnp.log(jnp.asarray(b2, jnp.float32)) * gap.astype(jnp.float32)
     return (
         jnp.where(gap == 1, b2, jnp.exp(log)).astype(jnp.float32),
         jnp.where(gap == 1, 1 - b2, -jnp.expm1(log)).astype(jnp.float32),

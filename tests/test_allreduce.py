@@ -1,0 +1,157 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from meshes import AXIS, COUNTS, MODES, run
+
+import onebit_jax
+from onebit_jax import allreduce
+
+SIZES = (0, 1, 7, 8, 31, 32, 33, 1000, 70_000)
+
+
+def rounds_on_workers(mode, w, values, quantizer, divisors=None):
+    """All rounds in one program; every worker returns its own view of each."""
+
+    def worker(rows, divisors):
+        errors = allreduce.init_errors(jax.tree.map(lambda x: x[0], rows), AXIS)
+
+        def one(errors, local):
+            means, errors, finite = allreduce.compressed_allreduce(
+                local, errors, AXIS, quantizer, divisors
+            )
+            return errors, (means, errors, finite)
+
+        return jax.lax.scan(one, errors, rows)[1]
+
+    stacked = None if divisors is None else jax.tree.map(
+        lambda d: jnp.broadcast_to(d, (w, *d.shape)), divisors
+    )
+    return run(mode, w, worker, values, stacked)
+
+
+def assert_close(got, expected, values, divisor):
+    """To 1e-5 of what it was computed from, in the units in which it is quantized."""
+    d = 1.0 if divisor is None else divisor
+    largest = max(np.abs(x / d).max(initial=0) for x in (expected, values))
+    np.testing.assert_allclose(got / d, expected / d, rtol=1e-5, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("w", COUNTS)
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_twenty_rounds_equal_the_oracle(w, preconditioned):
+    rng = np.random.default_rng(w)
+    values = {f"n{n}": rng.normal(size=(w, 20, n)).astype(np.float32) for n in SIZES}
+    divisors = None
+    if preconditioned:
+        divisors = {k: rng.uniform(0.01, 10, v.shape[-1]).astype(np.float32)
+                    for k, v in values.items()}
+    means, errors, finite = rounds_on_workers(
+        "vma", w, values, onebit_jax.SignQuantizer(), divisors
+    )
+    assert np.all(finite)
+    for name, local in values.items():
+        n = local.shape[-1]
+        reference = oracle.CompressedMean(n, w)
+        d = None if divisors is None else divisors[name].astype(np.float64)
+        for t in range(20):
+            got = np.asarray(means[name][:, t])
+            worker = np.asarray(errors.worker_error[name][:, t, 0])
+            server = np.asarray(errors.server_error[name][:, t, 0]).reshape(-1)
+            before = np.asarray(errors.worker_error[name][:, t - 1, 0]) if t else 0.0
+            expected = reference.step(
+                local[:, t].astype(np.float64), d, local[:, t] + before - worker, got[0]
+            )
+            assert_close(got, np.tile(expected, (w, 1)), local[:, t], d)
+            assert_close(worker, reference.worker_error, local[:, t], d)
+            assert_close(server[:n], reference.server_error, local[:, t], d)
+            assert not server[n:].any(), "padding has no error"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("w", [1, 3, 4])
+@pytest.mark.parametrize("block_size,scale", [(None, "rms"), (64, "mean_abs")])
+def test_all_ways_to_bind_the_axis_agree_with_the_oracle(mode, w, block_size, scale):
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(w, 5, 7, 30)).astype(np.float32)
+    quantizer = onebit_jax.SignQuantizer(block_size, scale)
+    means, errors, _ = rounds_on_workers(mode, w, values, quantizer)
+    reference = oracle.CompressedMean(210, w, block_size, scale)
+    for t in range(5):
+        expected = reference.step(values[:, t].reshape(w, 210).astype(np.float64))
+        got = np.asarray(means[:, t]).reshape(w, 210)
+        np.testing.assert_allclose(got, np.tile(expected, (w, 1)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(errors.worker_error[:, t, 0]).reshape(w, 210), reference.worker_error,
+            rtol=1e-5, atol=1e-5,
+        )
+
+
+def test_without_a_mesh_it_is_one_worker():
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    errors = allreduce.init_errors(x, None)
+    reference = oracle.CompressedMean(1000, 1)
+    for _ in range(3):
+        mean, errors, _ = allreduce.compressed_allreduce(
+            jnp.asarray(x), errors, None, onebit_jax.SignQuantizer()
+        )
+        np.testing.assert_allclose(mean, reference.step(x[None].astype(np.float64)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("w", [1, 2, 3, 5, 8])
+def test_replicas_are_identical_and_nothing_is_lost(w):
+    """Sum of outputs + mean worker error + server error = sum of mean inputs."""
+    rng = np.random.default_rng(w)
+    values = rng.normal(size=(w, 50, 1111)).astype(np.float32)
+    means, errors, _ = rounds_on_workers("vma", w, values, onebit_jax.SignQuantizer())
+    means = np.asarray(means)
+    for replica in means[1:]:
+        np.testing.assert_array_equal(replica, means[0])
+    for t in (0, 9, 49):
+        worker = np.asarray(errors.worker_error[:, t, 0]).mean(axis=0)
+        server = np.asarray(errors.server_error[:, t, 0]).reshape(-1)[:1111]
+        total = means[0, : t + 1].sum(axis=0, dtype=np.float64) + worker + server
+        expected = values[:, : t + 1].mean(axis=0, dtype=np.float64).sum(axis=0)
+        np.testing.assert_allclose(total, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 10])
+def test_decoded_values_do_not_depend_on_padding(n):
+    values = np.full((8, 50, n), 0.7, np.float32)
+    means, _, _ = rounds_on_workers("vma", 8, values, onebit_jax.SignQuantizer())
+    np.testing.assert_allclose(np.asarray(means)[:, 0], 0.7, rtol=0.01)
+    np.testing.assert_allclose(np.asarray(means), 0.7, rtol=0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_bad_value_is_seen_by_all_and_leaves_the_errors(mode, bad):
+    values = np.random.default_rng(0).normal(size=(4, 2, 3000)).astype(np.float32)
+    values[2, 1, 1234] = bad
+    _, errors, finite = rounds_on_workers(mode, 4, values, onebit_jax.SignQuantizer())
+    np.testing.assert_array_equal(finite, [[True, False]] * 4)
+    for error in jax.tree.leaves(errors):
+        np.testing.assert_array_equal(error[:, 1], error[:, 0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("w", [1, 2, 3, 8])
+def test_exact_mean_in_full_and_half_precision(mode, w):
+    values = {
+        "a": np.random.default_rng(0).normal(size=(w, 5, 7)).astype(np.float32),
+        "empty": np.zeros((w, 0), np.float32),
+        "scalar": np.arange(w, dtype=np.float32),
+    }
+    for wire, rtol in ((None, 1e-6), ("bfloat16", 2**-7), ("float16", 2**-9)):
+        means, finite = run(
+            mode, w, lambda row, wire=wire: allreduce.exact_allreduce(row, AXIS, wire), values
+        )
+        assert np.all(finite)
+        for name, local in values.items():
+            exact = np.broadcast_to(local.mean(axis=0), local.shape)
+            # Each term is rounded relative to itself, not to the mean.
+            size = np.abs(local).max(initial=0)
+            np.testing.assert_allclose(means[name], exact, rtol=rtol, atol=rtol * size)
+            for replica in np.asarray(means[name]):
+                np.testing.assert_array_equal(replica, np.asarray(means[name])[0])
