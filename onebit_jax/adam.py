@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -14,6 +15,9 @@ from onebit_jax.sync import Rounds
 from onebit_jax.variance import VariancePolicy
 
 DEFAULT_VARIANCE = policies.refresh()
+
+#: Entries over whose mean ``variance_floor`` is taken.
+FLOOR_SPAN = 512
 
 
 class ScaleByOnebitAdamState(NamedTuple):
@@ -64,8 +68,8 @@ def scale_by_onebit_adam(
       quantizer: block size and scale.
       precondition: quantize the momentum divided by the root of the second
         moment.
-      variance_floor: lower bound of the second moment relative to its mean over
-        the leaf, in force from the first 1-bit round on.
+      variance_floor: lower bound of the second moment relative to the mean of
+        its neighbours, in force from the first 1-bit round on.
       bias_correction: as in Optax; False as in DeepSpeed.
       mu_dtype: dtype in which the first moment is kept.
 
@@ -91,7 +95,7 @@ def scale_by_onebit_adam(
             nu_count=jnp.zeros((), jnp.int32),
             errors=allreduce.init_errors(params, axis_name),
             variance=policy.init(b2),
-            rounds=sync.init_rounds(params, axis_name),
+            rounds=sync.init_rounds(axis_name),
         )
 
     def update(
@@ -239,8 +243,9 @@ def onebit_adam(
       precondition: quantize the momentum divided by the root of the second
         moment, so that the noise has the size of an update everywhere.
       variance_floor: from the first 1-bit round on, the second moment counts as
-        at least this fraction of its mean over the leaf. Entries that had no
-        gradient in an exact round would else get enormous updates.
+        at least this fraction of its mean over 512 neighbours in the leaf.
+        Entries that had no gradient in an exact round would else get enormous
+        updates. 0 is no floor.
       bias_correction: as in Optax; the second moment is corrected by the decay
         that it has had. False never corrects, as in DeepSpeed.
       mu_dtype: dtype in which the first moment is kept; default float32.
@@ -391,18 +396,35 @@ def _decay(b2: Any, gap: jax.Array) -> tuple[Any, Any]:
 
 
 def _floored(nu_hat: optax.Updates, floor: Any) -> optax.Updates:
-    """The second moment, at least ``floor`` times its mean over the leaf.
+    """The second moment, at least ``floor`` times its mean over the neighbours.
 
-    A leaf that had no gradient at all takes the mean over the whole tree.
+    Neighbours are ``FLOOR_SPAN`` entries in a row, so that parts of a leaf whose
+    gradients are of another size keep their own scale. Where none of them had a
+    gradient, the mean over the leaf stands in, and where the whole leaf had
+    none, nothing is known of its scale and it takes the mean of the tree.
     """
     leaves, treedef = jax.tree.flatten(nu_hat)
-    if not leaves:
-        return nu_hat
-    size = max(sum(v.size for v in leaves), 1)
     sums = [jnp.sum(v) for v in leaves]
-    overall = sum(sums[1:], start=sums[0]) / size
-    means = [jnp.where(s > 0, s / max(v.size, 1), overall) for s, v in zip(sums, leaves)]
-    return treedef.unflatten([jnp.maximum(v, floor * m) for v, m in zip(leaves, means)])
+    overall = sum(sums, start=jnp.float32(0)) / max(sum(v.size for v in leaves), 1)
+    return treedef.unflatten([
+        _floored_leaf(v, s / max(v.size, 1), overall, floor)
+        for v, s in zip(leaves, sums, strict=True)
+    ])
+
+
+def _floored_leaf(v: jax.Array, mean: jax.Array, overall: jax.Array, floor: Any) -> jax.Array:
+    if v.size <= FLOOR_SPAN:
+        return jnp.maximum(v, jnp.where(mean > 0, floor * mean, jnp.where(floor > 0, overall, 0)))
+    flat = workers.unshard(v).reshape(-1)
+    spans = -(-v.size // FLOOR_SPAN)
+    rows = jnp.pad(flat, (0, spans * FLOOR_SPAN - v.size)).reshape(spans, FLOOR_SPAN)
+    entries = np.full((spans, 1), FLOOR_SPAN, np.float32)
+    entries[-1] -= spans * FLOOR_SPAN - v.size
+    near = jnp.sum(rows, axis=1, keepdims=True) / entries
+    least = jnp.where(near > 0, floor * near, floor * mean)
+    least = jnp.where(mean > 0, least, jnp.where(floor > 0, overall, 0))
+    floored = jnp.maximum(rows, least).reshape(-1)[: v.size].reshape(v.shape)
+    return workers.reshard_like(floored, v)
 
 
 def _chain_held(

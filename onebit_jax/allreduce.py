@@ -200,7 +200,7 @@ def exact_round_bytes(params: PyTree, w: int, wire_dtype: Any = None) -> int:
 
 def _to_chunks(x: jax.Array, w: int, length: int, fill: float = 0) -> jax.Array:
     """``(*shape)`` to ``(w, length)``, padded at the end."""
-    flat = _unshard(x).reshape(-1)
+    flat = workers.unshard(x).reshape(-1)
     if flat.size != w * length:
         flat = jnp.pad(flat, (0, w * length - flat.size), constant_values=fill)
     return flat.reshape(w, length)
@@ -209,17 +209,7 @@ def _to_chunks(x: jax.Array, w: int, length: int, fill: float = 0) -> jax.Array:
 def _from_chunks(chunks: jax.Array, like: jax.Array) -> jax.Array:
     """Inverse of :func:`_to_chunks`, with the sharding of ``like``."""
     x = chunks.reshape(-1)[: like.size].reshape(like.shape)
-    sharding = jax.typeof(like).sharding
-    return jax.sharding.reshard(x, sharding) if _is_sharded(like) else x
-
-
-def _is_sharded(x: jax.Array) -> bool:
-    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
-
-
-def _unshard(x: jax.Array) -> jax.Array:
-    """Replicates an explicitly sharded array, whose reshape JAX refuses."""
-    return jax.sharding.reshard(x, jax.P()) if _is_sharded(x) else x
+    return workers.reshard_like(x, like)
 
 
 def _exchange_chunks(sent: list[Encoded], axis_name: str | None) -> list[Encoded]:

@@ -30,13 +30,11 @@ class Rounds(NamedTuple):
     sent: jax.Array
 
 
-def init_rounds(params: Any, axis_name: str | None) -> Rounds:
+def init_rounds(axis_name: str | None) -> Rounds:
     """All counts at zero."""
-    leaves = jax.tree.leaves(params)
-    like = leaves[0] if leaves else jnp.zeros(())
     # Three arrays, because a donated state must not hold one buffer twice.
     counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-    return Rounds(*counts, workers.worker_zeros(like, (2,), jnp.uint32, axis_name))
+    return Rounds(*counts, workers.worker_zeros(counts[0], (2,), jnp.uint32, axis_name))
 
 
 def count_round(rounds: Rounds, exact: Any, finite: jax.Array, n_bytes: tuple[int, int]) -> Rounds:
@@ -112,7 +110,7 @@ def compressed_mean(
 
     def init(params: Any) -> CompressedMeanState:
         return CompressedMeanState(
-            allreduce.init_errors(params, axis_name), init_rounds(params, axis_name)
+            allreduce.init_errors(params, axis_name), init_rounds(axis_name)
         )
 
     def update(
@@ -173,7 +171,7 @@ def exact_mean(
         )
 
     def init(params: Any) -> ExactMeanState:
-        return ExactMeanState(init_rounds(params, axis_name))
+        return ExactMeanState(init_rounds(axis_name))
 
     def update(
         updates: Any, state: ExactMeanState, params: Any = None, **extra_args: Any

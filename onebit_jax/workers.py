@@ -32,12 +32,15 @@ def bound_axis_size(axis_name: str | None) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError:
-        raise ValueError(
-            f"axis_name={axis_name!r} is not bound here (mesh axes in reach: {known_axes()}). "
-            "Call update inside jax.shard_map or jax.pmap over that axis, or build "
-            "the train step with onebit_jax.make_train_step; axis_name=None is the "
-            "optimizer of a single worker."
-        ) from None
+        raise _unbound(f"axis_name={axis_name!r}") from None
+
+
+def _unbound(what: str) -> ValueError:
+    return ValueError(
+        f"{what} is not bound here (mesh axes in reach: {known_axes()}). Call update inside "
+        "jax.shard_map or jax.pmap over that axis, or build the train step with "
+        "onebit_jax.make_train_step; axis_name=None is the optimizer of a single worker."
+    )
 
 
 def axis_size(axis_name: str | None) -> int:
@@ -148,6 +151,20 @@ def chunk_length(n: int, workers: int) -> int:
     return 32 * -(-n // (32 * workers))
 
 
+def _is_sharded(x: jax.Array) -> bool:
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+def unshard(x: jax.Array) -> jax.Array:
+    """Replicates an explicitly sharded array, which JAX refuses to flatten."""
+    return jax.sharding.reshard(x, PartitionSpec()) if _is_sharded(x) else x
+
+
+def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Undoes :func:`unshard`."""
+    return jax.sharding.reshard(x, jax.typeof(like).sharding) if _is_sharded(like) else x
+
+
 def check_updates(updates: PyTree, axis_name: str | None) -> None:
     """Refuses gradients that the compressed mean cannot take.
 
@@ -208,6 +225,8 @@ def check_worker_axis(held: jax.Array, what: str) -> None:
       ValueError: naming ``resize_workers``.
     """
     if held.shape[0] != 1:
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            raise _unbound(f"{what}: the axis of the workers")
         raise wrong_worker_count(what, f"it holds {held.shape[0]} workers' share on this worker")
 
 

@@ -123,12 +123,13 @@ def accumulate(
                 "accumulate: the wrapped transformation exchanges nothing between workers. "
                 "Wrap a chain that holds onebit_adam, compressed_mean or exact_mean."
             )
-        # The inner state knows the worker axis, and how its type varies.
-        like = held[0]
+        # What all per-worker leaves vary over is the data axis.
+        axes = frozenset.intersection(*map(workers.varying_axes, held))
+        size = held[0].shape[0]
 
         def zeros(p: Any) -> jax.Array:
-            sums = jnp.zeros((like.shape[0], *jnp.shape(p)), jnp.float32)
-            return workers.vary(sums, workers.varying_axes(like) | workers.varying_axes(p))
+            sums = jnp.zeros((size, *jnp.shape(p)), jnp.float32)
+            return workers.vary(sums, axes | workers.varying_axes(p))
 
         return AccumulateState(jnp.int32(0), jax.tree.map(zeros, params), inner_state)
 
@@ -136,8 +137,14 @@ def accumulate(
         updates: Any, state: AccumulateState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, AccumulateState]:
         workers.check_tree(updates, state.worker_sum, "accumulate")
-        total = jax.tree.map(lambda s, g: s + g.astype(jnp.float32) / every_k,
-                             state.worker_sum, updates)
+        # The sum would hide from the wrapped transformation that a gradient is
+        # already reduced over the axis.
+        sums = jax.tree.leaves(state.worker_sum)
+        for axis in frozenset.intersection(*map(workers.varying_axes, sums)) if sums else ():
+            workers.check_updates(updates, axis)
+        total = jax.tree.map(
+            lambda s, g: s + (g.astype(jnp.float32) / every_k)[None], state.worker_sum, updates
+        )
 
         def exchange(total: Any, inner_state: Any) -> tuple[Any, Any]:
             mean = jax.tree.map(lambda s, g: s[0].astype(g.dtype), total, updates)
