@@ -188,21 +188,20 @@ def _local(tree: Any) -> Any:
 
 
 def _table(runs: list[dict], args: Any, name: str) -> Table:
-    table = Table(title=f"{name}: {args.steps} steps, {args.workers} workers, seed {args.seed}")
-    table.add_column("optimizer")
-    columns = ["held-out loss", "accuracy", "exact rounds", "1-bit rounds", "MB sent per worker",
-               "ratio", "seconds"]
+    title = f"{name}: {args.steps} steps, {args.workers} workers, seed {args.seed}; held-out loss"
+    table = Table(title=title)
+    table.add_column("optimizer", no_wrap=True)
     with_accuracy = "accuracy" in runs[0]
+    columns = ["loss", *["accuracy"][: with_accuracy], "exact", "1-bit", "MB sent", "ratio", "time"]
     for column in columns:
-        if column != "accuracy" or with_accuracy:
-            table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         sent = run["bytes_sent"]
         ratio = f"{runs[0]['bytes_sent'] / sent:.1f}x" if sent else "-"
         accuracy = [f"{100 * run['accuracy']:.2f} %"] if with_accuracy else []
         table.add_row(run["optimizer"], f"{run['eval_loss']:.4f}", *accuracy,
                       str(run["exact_rounds"]), str(run["onebit_rounds"]), f"{sent / 1e6:.1f}",
-                      ratio, f"{run['seconds']:.0f}")
+                      ratio, f"{run['seconds']:.0f} s")
     return table
 
 

@@ -16,6 +16,10 @@ from onebit_jax.variance import VariancePolicy
 
 DEFAULT_VARIANCE = policies.refresh()
 
+#: Largest update of a 1-bit round, before the learning rate. Adam's own stays
+#: below 6.5 when a gradient jumps from 0 to a constant, at the default decays.
+UPDATE_LIMIT = 8.0
+
 #: Entries over whose mean ``variance_floor`` is taken.
 FLOOR_SPAN = 512
 
@@ -30,6 +34,7 @@ class ScaleByOnebitAdamState(NamedTuple):
       nu_count: int32 ``()``, steps of decay that ``nu`` has had.
       errors: worker and server errors, one per worker.
       variance: state of the variance policy.
+      cut: bool ``()``, whether the last round's updates were cut.
       rounds: counts of exact, 1-bit and skipped rounds, and of bytes.
     """
 
@@ -39,6 +44,7 @@ class ScaleByOnebitAdamState(NamedTuple):
     nu_count: jax.Array
     errors: ErrorFeedback
     variance: Any
+    cut: jax.Array
     rounds: Rounds
 
 
@@ -95,6 +101,7 @@ def scale_by_onebit_adam(
             nu_count=jnp.zeros((), jnp.int32),
             errors=allreduce.init_errors(params, axis_name),
             variance=policy.init(b2),
+            cut=jnp.zeros((), jnp.bool_),
             rounds=sync.init_rounds(axis_name),
         )
 
@@ -122,7 +129,8 @@ def scale_by_onebit_adam(
             norms = jax.tree.map(jnp.sum, corrected(state.nu, state.nu_count))
             return workers.sum_over_shards(jax.tree.leaves(norms), axis_name)
 
-        decision, variance_state = policy.update(state.variance, state.count, nu_norm)
+        signals = policies.Signals(nu_norm, state.cut)
+        decision, variance_state = policy.update(state.variance, state.count, signals)
 
         def exact_round() -> tuple[Any, ...]:
             mean, finite = allreduce.exact_allreduce(gradients, axis_name)
@@ -136,6 +144,7 @@ def scale_by_onebit_adam(
                 state.nu_count + jnp.where(finite, decision.gap, 0),
                 state.errors,
                 finite,
+                jnp.bool_(False),
             )
 
         def onebit_round() -> tuple[Any, ...]:
@@ -144,18 +153,19 @@ def scale_by_onebit_adam(
             if precondition:
                 nu_hat = _floored(corrected(state.nu, state.nu_count), variance_floor)
                 divisors = jax.tree.map(lambda v: jnp.sqrt(v) + eps, nu_hat)
-            mu, errors, finite = allreduce.compressed_allreduce(
-                local, state.errors, axis_name, quantizer, divisors
+            mu, errors, finite, cut = allreduce.compressed_allreduce(
+                local, state.errors, axis_name, quantizer, divisors,
+                limit=UPDATE_LIMIT if precondition else None,
             )
             mu = jax.tree.map(lambda new, old: jnp.where(finite, new, old), mu, old_mu)
-            return mu, state.nu, state.nu_count, errors, finite
+            return mu, state.nu, state.nu_count, errors, finite, cut
 
         exact = decision.exact
         if isinstance(exact, bool):
             result = exact_round() if exact else onebit_round()
         else:
             result = lax.cond(exact, exact_round, onebit_round)
-        mu, nu, nu_count, errors, finite = result
+        mu, nu, nu_count, errors, finite, cut = result
 
         count = jnp.where(finite, optax.safe_increment(state.count), state.count)
         if bias_correction:
@@ -184,6 +194,7 @@ def scale_by_onebit_adam(
             variance=jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old), variance_state, state.variance
             ),
+            cut=jnp.where(finite, cut, state.cut),
             rounds=sync.count_round(state.rounds, exact, finite, n_bytes),
         )
         return sync.zero_unless(finite, directions, updates), new_state
@@ -222,7 +233,9 @@ def onebit_adam(
     Until the first 1-bit round it is ``optax.adam`` on the mean gradient. Which
     rounds are exact is up to ``variance``; by default the first 100, and then
     ever fewer. Q quantizes in units of the update, block by block (see
-    ``precondition`` and ``quantizer``).
+    ``precondition`` and ``quantizer``). With ``precondition``, updates of a 1-bit
+    round are cut at 8 learning rates, which only a second moment that is far too
+    small can ask for; the default policy then goes back to exact rounds.
 
     A step in which any worker has a NaN or Inf is skipped on all workers: zero
     updates, and the state unchanged but for ``rounds.skipped`` and the bytes.
@@ -400,31 +413,23 @@ def _floored(nu_hat: optax.Updates, floor: Any) -> optax.Updates:
 
     Neighbours are ``FLOOR_SPAN`` entries in a row, so that parts of a leaf whose
     gradients are of another size keep their own scale. Where none of them had a
-    gradient, the mean over the leaf stands in, and where the whole leaf had
-    none, nothing is known of its scale and it takes the mean of the tree.
+    gradient, the mean over the leaf stands in.
     """
-    leaves, treedef = jax.tree.flatten(nu_hat)
-    sums = [jnp.sum(v) for v in leaves]
-    overall = sum(sums, start=jnp.float32(0)) / max(sum(v.size for v in leaves), 1)
-    return treedef.unflatten([
-        _floored_leaf(v, s / max(v.size, 1), overall, floor)
-        for v, s in zip(leaves, sums, strict=True)
-    ])
+    return jax.tree.map(lambda v: _floored_leaf(v, floor), nu_hat)
 
 
-def _floored_leaf(v: jax.Array, mean: jax.Array, overall: jax.Array, floor: Any) -> jax.Array:
+def _floored_leaf(v: jax.Array, floor: Any) -> jax.Array:
+    mean = jnp.sum(v) / max(v.size, 1)
     if v.size <= FLOOR_SPAN:
-        return jnp.maximum(v, jnp.where(mean > 0, floor * mean, jnp.where(floor > 0, overall, 0)))
+        return jnp.maximum(v, floor * mean)
     flat = workers.unshard(v).reshape(-1)
     spans = -(-v.size // FLOOR_SPAN)
     rows = jnp.pad(flat, (0, spans * FLOOR_SPAN - v.size)).reshape(spans, FLOOR_SPAN)
     entries = np.full((spans, 1), FLOOR_SPAN, np.float32)
     entries[-1] -= spans * FLOOR_SPAN - v.size
     near = jnp.sum(rows, axis=1, keepdims=True) / entries
-    least = jnp.where(near > 0, floor * near, floor * mean)
-    least = jnp.where(mean > 0, least, jnp.where(floor > 0, overall, 0))
-    floored = jnp.maximum(rows, least).reshape(-1)[: v.size].reshape(v.shape)
-    return workers.reshard_like(floored, v)
+    floored = jnp.maximum(rows, floor * jnp.where(near > 0, near, mean))
+    return workers.reshard_like(floored.reshape(-1)[: v.size].reshape(v.shape), v)
 
 
 def _chain_held(

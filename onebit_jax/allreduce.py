@@ -37,10 +37,7 @@ def init_errors(params: PyTree, axis_name: str | None) -> ErrorFeedback:
     w = workers.axis_size(axis_name)
 
     def worker(p: Any) -> jax.Array:
-        # zeros_like keeps an explicit sharding, which a bare shape would lose.
-        if axis_name is None:
-            return jnp.zeros_like(p, jnp.float32)[None]
-        return workers.worker_zeros(p, jnp.shape(p), jnp.float32, axis_name)
+        return workers.worker_zeros_like(p, axis_name)
 
     def server(p: Any) -> jax.Array:
         length = workers.chunk_length(math.prod(jnp.shape(p)), w)
@@ -55,7 +52,8 @@ def compressed_allreduce(
     axis_name: str | None,
     quantizer: SignQuantizer,
     divisors: PyTree | None = None,
-) -> tuple[PyTree, ErrorFeedback, jax.Array]:
+    limit: float | None = None,
+) -> tuple[PyTree, ErrorFeedback, jax.Array, jax.Array]:
     """The 1-bit mean of each worker's values, with two-sided error feedback.
 
     Two payload collectives for the whole tree: an all_to_all that brings every
@@ -70,18 +68,56 @@ def compressed_allreduce(
       quantizer: how to quantize.
       divisors: positive arrays like ``values``, the same on every worker, by
         which values are divided for quantization. Default: none.
+      limit: largest magnitude of a mean, in units of its divisor. What is above
+        it is dropped, not put into the error, where it would pile up. Default:
+        none.
 
     Returns:
       The means in float32, bit-identical on all workers; the new errors; and
-      whether all was finite, the same on all workers. If not, the errors are
-      the old ones and the means are not to be used.
+      two flags that are the same on all workers: whether all was finite (if
+      not, the errors are the old ones and the means are not to be used), and
+      whether a mean was cut to the limit.
     """
-    w = workers.bound_axis_size(axis_name)
-    rank = 0 if axis_name is None else lax.axis_index(axis_name)
     leaves, treedef = jax.tree.flatten(values)
     worker_errors = treedef.flatten_up_to(errors.worker_error)
     server_errors = treedef.flatten_up_to(errors.server_error)
     divs = [None] * len(leaves) if divisors is None else treedef.flatten_up_to(divisors)
+    finite, cut = jnp.bool_(True), jnp.bool_(False)
+    # Leaves that share a buffer get one type, so those sharded over other axes
+    # need a buffer of their own; without such axes there is one group.
+    groups: dict[frozenset, list[int]] = {}
+    for i, x in enumerate(leaves):
+        groups.setdefault(workers.varying_axes(x), []).append(i)
+    for group in groups.values():
+        pick = lambda items, group=group: [items[i] for i in group]  # noqa: E731
+        means, new_worker, new_server, group_finite, group_cut = _one_buffer_mean(
+            pick(leaves), pick(worker_errors), pick(server_errors), pick(divs),
+            axis_name, quantizer, limit,
+        )
+        finite, cut = finite & group_finite, cut | group_cut
+        for i, *result in zip(group, means, new_worker, new_server, strict=True):
+            leaves[i], worker_errors[i], server_errors[i] = result
+    # A bad number in another group skips this one too.
+    hold = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+    new_errors = ErrorFeedback(
+        jax.tree.map(hold, treedef.unflatten(worker_errors), errors.worker_error),
+        jax.tree.map(hold, treedef.unflatten(server_errors), errors.server_error),
+    )
+    return treedef.unflatten(leaves), new_errors, finite, cut
+
+
+def _one_buffer_mean(
+    leaves: list[jax.Array],
+    worker_errors: list[jax.Array],
+    server_errors: list[jax.Array],
+    divs: list[jax.Array | None],
+    axis_name: str | None,
+    quantizer: SignQuantizer,
+    limit: float | None,
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], jax.Array, jax.Array]:
+    """:func:`compressed_allreduce` of lists; its errors may not be finite."""
+    w = workers.bound_axis_size(axis_name)
+    rank = 0 if axis_name is None else lax.axis_index(axis_name)
     lengths = [workers.chunk_length(x.size, w) for x in leaves]
     counts = [
         jnp.asarray([min(max(x.size - r * length, 0), length) for r in range(w)], jnp.int32)
@@ -122,15 +158,17 @@ def compressed_allreduce(
         served.append(mean)
         my_counts.append(my_count)
         my_divs.append(my_div)
-        answers.append(quantizer.encode(mean, count=my_count))
+        answers.append(_limited(quantizer.encode(mean, count=my_count), limit))
     gathered = _gather_answers(answers, axis_name)
 
-    finite = jnp.bool_(True)
+    finite, cut = jnp.bool_(True), jnp.bool_(False)
     for answer in gathered:
         # A NaN or Inf anywhere in a block makes its scale one, and everybody
         # has all scales: no further collective is needed to agree.
         finite &= jnp.all(jnp.isfinite(answer.scales))
-    finite = workers.agree(finite)
+        if limit is not None:
+            cut |= jnp.any(answer.scales >= limit)
+    finite, cut = workers.agree(finite), ~workers.agree(~cut)
 
     means, new_worker, new_server = [], [], []
     for i, x in enumerate(leaves):
@@ -138,13 +176,21 @@ def compressed_allreduce(
         mean = quantizer.decode(*gathered[i], length, divisor=d)
         means.append(_from_chunks(mean, x))
         own = _from_chunks(quantizer.decode(*sent[i], length, divisor=d), x)
-        new_worker.append(jnp.where(finite, compensated[i] - own, worker_errors[i][0])[None])
+        new_worker.append((compensated[i] - own)[None])
         lost = served[i] - quantizer.decode(*answers[i], length)
+        if limit is not None:
+            lost = jnp.clip(lost, -limit, limit)
         lost = lost if my_divs[i] is None else lost * my_divs[i]
-        lost = jnp.where(jnp.arange(length) < my_counts[i], lost, 0.0)
-        new_server.append(jnp.where(finite, lost, server_errors[i][0])[None])
-    unflatten = treedef.unflatten
-    return unflatten(means), ErrorFeedback(unflatten(new_worker), unflatten(new_server)), finite
+        new_server.append(jnp.where(jnp.arange(length) < my_counts[i], lost, 0.0)[None])
+    return means, new_worker, new_server, finite, cut
+
+
+def _limited(encoded: Encoded, limit: float | None) -> Encoded:
+    if limit is None:
+        return encoded
+    scales = encoded.scales
+    # An infinite scale must stay one: it tells everybody to skip the round.
+    return Encoded(encoded.words, jnp.where(jnp.isinf(scales), scales, jnp.minimum(scales, limit)))
 
 
 def exact_allreduce(

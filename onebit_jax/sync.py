@@ -120,7 +120,7 @@ def compressed_mean(
         wrappers.refuse_wrappers(updates, axis_name)
         workers.check_updates(updates, axis_name)
         workers.check_tree(updates, state.errors.worker_error, "compressed_mean")
-        mean, errors, finite = allreduce.compressed_allreduce(
+        mean, errors, finite, _ = allreduce.compressed_allreduce(
             updates, state.errors, axis_name, quantizer
         )
         w = workers.bound_axis_size(axis_name)

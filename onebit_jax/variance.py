@@ -25,18 +25,31 @@ class Decision(NamedTuple):
     gap: Any
 
 
+class Signals(NamedTuple):
+    """What a policy may look at, the same on every worker.
+
+    Attributes:
+      norm: computes the L1 norm of the bias-corrected second moment, a float32
+        ``()``; costs nothing unless called.
+      cut: bool ``()``, whether the last round had updates so large that they
+        were cut: the second moment is far too small.
+    """
+
+    norm: Callable[[], jax.Array]
+    cut: jax.Array
+
+
 class VariancePolicy(NamedTuple):
     """When the second moment is updated.
 
     Attributes:
       init: ``init(b2) -> state``, a pytree of small arrays.
-      update: ``update(state, step, norm) -> (Decision, state)`` with the
-        number of finished steps, int32 ``()``, and a function that computes
-        the L1 norm of the bias-corrected second moment, float32 ``()``.
+      update: ``update(state, step, signals) -> (Decision, state)`` with the
+        number of finished steps, int32 ``()``, and :class:`Signals`.
     """
 
     init: Callable[[Any], Any]
-    update: Callable[[Any, jax.Array, Callable[[], jax.Array]], tuple[Decision, Any]]
+    update: Callable[[Any, jax.Array, Signals], tuple[Decision, Any]]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -68,7 +81,7 @@ def freeze_after(exact_steps: int) -> VariancePolicy:
         f"variance: the number of exact steps must be an int of at least 1, found {exact_steps!r}",
     )
 
-    def update(state: Any, step: jax.Array, norm: Callable) -> tuple[Decision, Any]:
+    def update(state: Any, step: jax.Array, signals: Signals) -> tuple[Decision, Any]:
         return Decision(step < exact_steps, jnp.int32(1)), state
 
     return VariancePolicy(lambda b2: (), update)
@@ -128,8 +141,8 @@ def freeze_when_stable(
             steps = max(round(1 / (1 - float(b2))), 1)
         return StableState(jnp.zeros(steps, jnp.float32), jnp.bool_(False))
 
-    def update(state: StableState, step: jax.Array, norm: Callable) -> tuple[Decision, Any]:
-        now, slot = norm(), step % state.norms.shape[0]
+    def update(state: StableState, step: jax.Array, signals: Signals) -> tuple[Decision, Any]:
+        now, slot = signals.norm(), step % state.norms.shape[0]
         before = state.norms[slot]
         stable = (now >= threshold * before) & (before >= threshold * now) & (now > 0)
         # A slot is first filled at its own step; step 0 has no second moment yet.
@@ -144,10 +157,12 @@ class RefreshState(NamedTuple):
     """State of :func:`refresh`.
 
     Attributes:
+      origin: int32 ``()``, the step from which the grid of refreshes counts.
       last: int32 ``()``, the step of the last exact round.
-      refreshes: int32 ``()``, exact rounds since the warm-up.
+      refreshes: int32 ``()``, exact rounds since the warm-up or the origin.
     """
 
+    origin: jax.Array
     last: jax.Array
     refreshes: jax.Array
 
@@ -166,6 +181,10 @@ def refresh(
     way a run of T steps has ``O(every * log T)`` exact rounds. A refresh
     after a gap of ``d`` steps decays the second moment by ``b2 ** d``, as if
     the steps between had seen the same gradient.
+
+    When updates had to be cut because the second moment is far too small, as
+    when gradients grow suddenly, the grid starts anew at that step: the next
+    rounds are exact, as they were at first.
 
     Args:
       every: at least 1; larger means more refreshes.
@@ -192,23 +211,26 @@ def refresh(
         f'grid must be "proportional" or "doubling", found {grid!r}',
     )
 
-    def update(state: RefreshState, step: jax.Array, norm: Callable) -> tuple[Decision, Any]:
+    def update(state: RefreshState, step: jax.Array, signals: Signals) -> tuple[Decision, Any]:
+        origin = jnp.where(signals.cut, step, state.origin)
+        refreshes = jnp.where(signals.cut, 0, state.refreshes)
         if grid == "proportional":
-            wanted = jnp.maximum(state.last // every, 1)
+            wanted = jnp.maximum((state.last - origin) // every, 1)
         else:
-            wanted = jnp.left_shift(jnp.int32(1), jnp.minimum(state.refreshes // every, 30))
+            wanted = jnp.left_shift(jnp.int32(1), jnp.minimum(refreshes // every, 30))
         gap = step - state.last
         warming = step < exact_steps
         exact = warming | (gap >= wanted)
         if until is not None:
             exact &= step < until
-        moved = RefreshState(
-            jnp.where(exact, step, state.last),
-            state.refreshes + (exact & ~warming).astype(jnp.int32),
-        )
-        return Decision(exact, gap), moved
+        last = jnp.where(exact, step, state.last)
+        refreshes = refreshes + (exact & ~warming).astype(jnp.int32)
+        return Decision(exact, gap), RefreshState(origin, last, refreshes)
 
-    return VariancePolicy(lambda b2: RefreshState(jnp.int32(-1), jnp.int32(0)), update)
+    def init(b2: Any) -> RefreshState:
+        return RefreshState(jnp.int32(0), jnp.int32(-1), jnp.int32(0))
+
+    return VariancePolicy(init, update)
 
 
 def as_policy(variance: int | VariancePolicy) -> VariancePolicy:

@@ -106,22 +106,37 @@ def per_worker(tree: PyTree, axis_name: str) -> PyTree:
     return jax.tree.map(lambda x: vary(jnp.asarray(x), frozenset({axis_name})), tree)
 
 
+def _is_bound(axis_name: str | None) -> bool:
+    if axis_name is None:
+        return False
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
 def worker_zeros(like: Any, shape: tuple[int, ...], dtype: Any, axis_name: str | None) -> jax.Array:
     """Zeros for a per-worker state leaf: ``(1 or w, *shape)``.
 
     Their type varies over the axis and over whatever ``like`` varies over, as
     ``lax.cond`` and ``lax.scan`` ask of values that are updated later.
     """
-    if axis_name is None:
-        return jnp.zeros((1, *shape), dtype)
-    try:
-        lax.axis_size(axis_name)
-    except NameError:
+    if not _is_bound(axis_name):
         return jnp.zeros((axis_size(axis_name), *shape), dtype)
     zeros = jnp.zeros((1, *shape), dtype)
     if not tracks_axis(axis_name):
         return zeros
     return vary(zeros, varying_axes(like) | {axis_name})
+
+
+def worker_zeros_like(p: Any, axis_name: str | None) -> jax.Array:
+    """Float32 zeros ``(1 or w, *p.shape)`` that keep an explicit sharding of ``p``."""
+    zeros = worker_zeros(p, jnp.shape(p), jnp.float32, axis_name)
+    if _is_bound(axis_name) or not _is_sharded(p):
+        return zeros
+    spec = jax.typeof(p).sharding.spec
+    return jax.sharding.reshard(zeros, PartitionSpec(None, *spec))
 
 
 def agree(flag: jax.Array) -> jax.Array:

@@ -128,7 +128,8 @@ def accumulate(
         size = held[0].shape[0]
 
         def zeros(p: Any) -> jax.Array:
-            sums = jnp.zeros((size, *jnp.shape(p)), jnp.float32)
+            zeros = jnp.zeros_like(p, jnp.float32)[None]
+            sums = jnp.broadcast_to(zeros, (size, *jnp.shape(p)))
             return workers.vary(sums, axes | workers.varying_axes(p))
 
         return AccumulateState(jnp.int32(0), jax.tree.map(zeros, params), inner_state)
@@ -168,4 +169,5 @@ def accumulate(
 
 
 def _zeros_of(aval: Any) -> jax.Array:
-    return workers.vary(jnp.zeros(aval.shape, aval.dtype), workers.varying_axes(aval))
+    zeros = workers.reshard_like(jnp.zeros(aval.shape, aval.dtype), aval)
+    return workers.vary(zeros, workers.varying_axes(aval))

@@ -81,7 +81,9 @@ class CompressedMean:
         self.worker_error = np.zeros((w, n))
         self.server_error = np.zeros(n)
 
-    def step(self, values, divisor=None, sent_hint=None, mean_hint=None) -> np.ndarray:
+    def step(
+        self, values, divisor=None, sent_hint=None, mean_hint=None, limit=np.inf
+    ) -> np.ndarray:
         d = np.ones(self.n) if divisor is None else divisor
         hints = [None] * self.w if sent_hint is None else sent_hint
         c = values + self.worker_error
@@ -91,8 +93,10 @@ class CompressedMean:
         ]
         self.worker_error = c - np.stack(q)
         s = np.mean(q, axis=0) + self.server_error
-        m = d * quantize_chunks(s / d, self.w, *self.options, mean_hint, one_scale=False)
-        self.server_error = s - m
+        y = quantize_chunks(s / d, self.w, *self.options, mean_hint, one_scale=False)
+        m = d * np.clip(y, -limit, limit)
+        self.server_error = d * np.clip((s - m) / d, -limit, limit)
+        self.cut = np.abs(y).max(initial=0) >= limit
         return m
 
 
@@ -109,7 +113,10 @@ class OnebitAdam:
 
     def v_hat(self, floored: bool) -> np.ndarray:
         v = self.v / (1 - self.b2**self.decay_steps) if self.bias_correction else self.v
-        return np.maximum(v, self.floor * v.mean()) if floored else v
+        if not floored:
+            return v
+        near = [v[i : i + 512].mean() or v.mean() for i in range(0, len(v), 512)]
+        return np.maximum(v, self.floor * np.repeat(near, 512)[: len(v)])
 
     def step(self, gradients: np.ndarray, exact: bool, gap: int = 1) -> np.ndarray:
         self.t += 1
@@ -120,7 +127,8 @@ class OnebitAdam:
             self.decay_steps += gap
         else:
             d = np.sqrt(self.v_hat(True)) + self.eps if self.precondition else None
-            self.m = self.mean.step(self.b1 * self.m + (1 - self.b1) * gradients, d)
+            limit = 8.0 if self.precondition else np.inf
+            self.m = self.mean.step(self.b1 * self.m + (1 - self.b1) * gradients, d, limit=limit)
             self.onebit_rounds += 1
         m_hat = self.m / (1 - self.b1**self.t) if self.bias_correction else self.m
         return m_hat / (np.sqrt(self.v_hat(self.onebit_rounds > 0)) + self.eps)

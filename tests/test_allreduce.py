@@ -18,7 +18,7 @@ def rounds_on_workers(mode, w, values, quantizer, divisors=None):
         errors = allreduce.init_errors(jax.tree.map(lambda x: x[0], rows), AXIS)
 
         def one(errors, local):
-            means, errors, finite = allreduce.compressed_allreduce(
+            means, errors, finite, _ = allreduce.compressed_allreduce(
                 local, errors, AXIS, quantizer, divisors
             )
             return errors, (means, errors, finite)
@@ -93,7 +93,7 @@ def test_without_a_mesh_it_is_one_worker():
     errors = allreduce.init_errors(x, None)
     reference = oracle.CompressedMean(1000, 1)
     for _ in range(3):
-        mean, errors, _ = allreduce.compressed_allreduce(
+        mean, errors, *_ = allreduce.compressed_allreduce(
             jnp.asarray(x), errors, None, onebit_jax.SignQuantizer()
         )
         np.testing.assert_allclose(mean, reference.step(x[None].astype(np.float64)), rtol=1e-5)
@@ -122,6 +122,35 @@ def test_decoded_values_do_not_depend_on_padding(n):
     means, _, _ = rounds_on_workers("vma", 8, values, onebit_jax.SignQuantizer())
     np.testing.assert_allclose(np.asarray(means)[:, 0], 0.7, rtol=0.01)
     np.testing.assert_allclose(np.asarray(means), 0.7, rtol=0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_above_the_limit_is_cut_and_told_to_all(mode):
+    w, n, limit = 3, 900, 2.0
+    values = np.random.default_rng(0).normal(size=(w, 3, n)).astype(np.float32)
+    values[:, 1] *= 50  # only the second round is too large
+    divisor = np.full(n, 0.7, np.float32)
+
+    def worker(rows):
+        def one(errors, local):
+            means, errors, _, cut = allreduce.compressed_allreduce(
+                local, errors, AXIS, onebit_jax.SignQuantizer(), divisor, limit
+            )
+            return errors, (means, errors.server_error, cut)
+
+        return jax.lax.scan(one, allreduce.init_errors(rows[0], AXIS), rows)[1]
+
+    means, server, cut = run(mode, w, worker, values)
+    reference = oracle.CompressedMean(n, w)
+    for t in range(3):
+        hint = np.asarray(means)[0, t]
+        expected = reference.step(values[:, t].astype(np.float64), divisor.astype(np.float64),
+                                  mean_hint=hint, limit=limit)
+        np.testing.assert_allclose(np.asarray(means)[1, t], expected, rtol=1e-4)
+        np.testing.assert_allclose(np.asarray(server)[:, t, 0].reshape(-1)[:n],
+                                   reference.server_error, rtol=1e-4, atol=1e-4)
+        assert np.asarray(cut)[:, t].tolist() == [bool(reference.cut)] * w
+    assert np.asarray(cut)[0, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
