@@ -161,14 +161,12 @@ def _one_buffer_mean(
         answers.append(_limited(quantizer.encode(mean, count=my_count), limit))
     gathered = _gather_answers(answers, axis_name)
 
-    finite, cut = jnp.bool_(True), jnp.bool_(False)
-    for answer in gathered:
-        # A NaN or Inf anywhere in a block makes its scale one, and everybody
-        # has all scales: no further collective is needed to agree.
-        finite &= jnp.all(jnp.isfinite(answer.scales))
-        if limit is not None:
-            cut |= jnp.any(answer.scales >= limit)
-    finite, cut = workers.agree(finite), ~workers.agree(~cut)
+    # A NaN or Inf anywhere in a block makes its scale one, and everybody has all
+    # scales: no further collective is needed to agree.
+    scales = [answer.scales for answer in gathered]
+    finite = workers.all_agree([jnp.all(jnp.isfinite(s)) for s in scales])
+    bound = jnp.inf if limit is None else limit
+    cut = ~workers.all_agree([jnp.all(s < bound) for s in scales])
 
     means, new_worker, new_server = [], [], []
     for i, x in enumerate(leaves):
@@ -218,10 +216,8 @@ def exact_allreduce(
         means = [total / w for total in lax.psum(leaves, axis_name)]
     else:
         means = _half_precision_mean(leaves, axis_name, w, jnp.dtype(wire_dtype))
-    finite = jnp.bool_(True)
-    for mean in means:
-        finite &= jnp.all(jnp.isfinite(mean))
-    return treedef.unflatten(means), workers.agree(finite)
+    finite = workers.all_agree([jnp.all(jnp.isfinite(mean)) for mean in means])
+    return treedef.unflatten(means), finite
 
 
 def onebit_round_bytes(params: PyTree, w: int, quantizer: SignQuantizer) -> int:

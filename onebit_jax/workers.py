@@ -139,14 +139,19 @@ def worker_zeros_like(p: Any, axis_name: str | None) -> jax.Array:
     return jax.sharding.reshard(zeros, PartitionSpec(None, *spec))
 
 
-def agree(flag: jax.Array) -> jax.Array:
-    """True where the flag is True along every other mesh axis it varies over.
+def all_agree(flags: list[jax.Array]) -> jax.Array:
+    """True where all flags are, along every mesh axis they vary over too.
 
     The shards of a model-parallel leaf must not decide differently; nothing
     is exchanged where types show no such axis.
     """
-    axes = tuple(sorted(varying_axes(flag)))
-    return lax.pmin(flag.astype(jnp.int32), axes) > 0 if axes else flag
+    if not flags:
+        return jnp.bool_(True)
+    # Without the barrier XLA makes a chain of n conjunctions of this and copies
+    # it into the loop of every leaf: quadratic compile time.
+    together = jnp.all(lax.optimization_barrier(jnp.stack(flags)))
+    axes = tuple(sorted(varying_axes(together)))
+    return lax.pmin(together.astype(jnp.int32), axes) > 0 if axes else together
 
 
 def sum_over_shards(parts: list[jax.Array], axis_name: str | None) -> jax.Array:

@@ -1,0 +1,78 @@
+import gzip
+import json
+import pathlib
+
+import numpy as np
+import processes
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def run(script, *args):
+    return processes.run_all([[EXAMPLES / script, *args]])[0]
+
+
+def check(data, names, steps, workers, accuracy):
+    assert data["arguments"]["steps"] == steps
+    assert data["arguments"]["workers"] == workers
+    assert [r["optimizer"] for r in data["runs"]] == names
+    for r in data["runs"]:
+        assert r["exact_rounds"] + r["onebit_rounds"] == steps
+        assert ("accuracy" in r) == accuracy
+        assert np.isfinite(r["eval_loss"])
+        last = r["curve"][-1]
+        assert last[0] == steps
+        assert last[1] == r["bytes_sent"]
+        assert last[3] == r["eval_loss"]
+
+
+def test_language_model(tmp_path):
+    output = run("lm.py", "--steps", 8, "--workers", 2, "--optimizer", "adam_bf16",
+                 "--optimizer", "paper", "--out", tmp_path, "--json", tmp_path / "r.json")
+    data = json.loads((tmp_path / "r.json").read_text())
+    check(data, ["adam_bf16", "paper"], 8, 2, accuracy=False)
+    assert (tmp_path / "lm.png").stat().st_size > 1000
+    assert "held-out loss" in output
+    assert data["runs"][1]["exact_rounds"] == 1
+
+
+def test_cnn_on_digits_by_default_and_both_optimizers(tmp_path):
+    run("cnn.py", "--steps", 12, "--out", tmp_path, "--json", tmp_path / "r.json")
+    data = json.loads((tmp_path / "r.json").read_text())
+    check(data, ["adam", "onebit_adam"], 12, 4, accuracy=True)
+    # Still exact: the same numbers but for rounding.
+    assert abs(data["runs"][0]["eval_loss"] - data["runs"][1]["eval_loss"]) < 1e-2
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_cnn_reads_idx_files(tmp_path, compress):
+    import cnn
+
+    rng = np.random.default_rng(0)
+    for name, n in (("train", 300), ("t10k", 50)):
+        for kind, shape in (("images-idx3", (n, 12, 12)), ("labels-idx1", (n,))):
+            content = rng.integers(0, 10, shape).astype(np.uint8)
+            header = bytes([0, 0, 8, len(shape)]) + np.asarray(shape, ">u4").tobytes()
+            path = tmp_path / f"{name}-{kind}-ubyte{'.gz' if compress else ''}"
+            with (gzip.open if compress else open)(path, "wb") as file:
+                file.write(header + content.tobytes())
+            if name == "t10k" and shape == (n,):
+                labels = content
+    images, _, held, held_labels = cnn.load(tmp_path)
+    assert images.shape == (300, 12, 12, 1)
+    assert held.shape == (50, 12, 12, 1)
+    assert abs(images.mean()) < 1e-4
+    np.testing.assert_array_equal(held_labels, labels)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"junk")
+    with pytest.raises(SystemExit, match="no file train-labels|not an IDX file"):
+        cnn.load(tmp_path) if not compress else cnn.read_idx(tmp_path / "train-images-idx3-ubyte")
+
+
+def test_by_hand_is_short_and_trains():
+    text = (EXAMPLES / "shard_map_by_hand.py").read_text()
+    assert len(text.splitlines()) < 60
+    output = run("shard_map_by_hand.py")
+    losses = [float(line.split("loss ")[1]) for line in output.splitlines() if "loss" in line]
+    assert losses[-1] < 0.01 * losses[0]
+    assert "'exact': 50, 'onebit': 250" in output

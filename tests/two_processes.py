@@ -1,0 +1,46 @@
+"""One of several processes under jax.distributed; started by test_distributed.py.
+
+    python two_processes.py COORDINATOR COUNT RANK OUT
+"""
+
+import sys
+
+import jax
+import numpy as np
+
+import onebit_jax
+
+
+def main(coordinator, count, rank, out):
+    jax.distributed.initialize(coordinator, int(count), int(rank))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(32, 40)).astype(np.float32)
+    y = np.sin(x @ rng.normal(size=(40, 3))).astype(np.float32)
+
+    def loss_fn(params, batch):
+        return ((batch[0] @ params["w"] + params["b"][None] - batch[1]) ** 2).mean()
+
+    params = {"w": np.zeros((40, 3), np.float32), "b": np.zeros(3, np.float32)}
+    tx = onebit_jax.onebit_adamw(1e-2, "data", variance=onebit_jax.refresh(4, exact_steps=5))
+    step = onebit_jax.make_train_step(loss_fn, tx, mesh)
+    with jax.set_mesh(mesh):
+        state = step.place((params, tx.init(params)))
+    rows = len(x) // jax.process_count()
+    mine = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
+    losses = []
+    for _ in range(40):
+        state, metrics = step(state, (x[mine], y[mine]))
+        losses.append(float(metrics["loss"]))
+    params, opt_state = state
+    np.savez(
+        out,
+        losses=losses,
+        sent=onebit_jax.bytes_sent(opt_state),
+        rounds=list(onebit_jax.round_counts(opt_state).values()),
+        **{k: v.addressable_shards[0].data for k, v in params.items()},
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
