@@ -20,6 +20,10 @@ DEFAULT_VARIANCE = policies.refresh()
 #: below 6.5 when a gradient jumps from 0 to a constant, at the default decays.
 UPDATE_LIMIT = 8.0
 
+#: Share of blocks with cut updates from which the second moment counts as far
+#: too small. Rows of an embedding that are rarely seen cut single blocks.
+CUT_SHARE = 0.1
+
 #: Entries over whose mean ``variance_floor`` is taken.
 FLOOR_SPAN = 512
 
@@ -34,7 +38,7 @@ class ScaleByOnebitAdamState(NamedTuple):
       nu_count: int32 ``()``, steps of decay that ``nu`` has had.
       errors: worker and server errors, one per worker.
       variance: state of the variance policy.
-      cut: bool ``()``, whether the last round's updates were cut.
+      cut: bool ``()``, whether the last round's updates were cut in many blocks.
       rounds: counts of exact, 1-bit and skipped rounds, and of bytes.
     """
 
@@ -144,7 +148,7 @@ def scale_by_onebit_adam(
                 state.nu_count + jnp.where(finite, decision.gap, 0),
                 state.errors,
                 finite,
-                jnp.bool_(False),
+                jnp.float32(0),
             )
 
         def onebit_round() -> tuple[Any, ...]:
@@ -194,7 +198,7 @@ def scale_by_onebit_adam(
             variance=jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old), variance_state, state.variance
             ),
-            cut=jnp.where(finite, cut, state.cut),
+            cut=jnp.where(finite, cut > CUT_SHARE, state.cut),
             rounds=sync.count_round(state.rounds, exact, finite, n_bytes),
         )
         return sync.zero_unless(finite, directions, updates), new_state
@@ -235,7 +239,7 @@ def onebit_adam(
     ever fewer. Q quantizes in units of the update, block by block (see
     ``precondition`` and ``quantizer``). With ``precondition``, updates of a 1-bit
     round are cut at 8 learning rates, which only a second moment that is far too
-    small can ask for; the default policy then goes back to exact rounds.
+    small can ask for; where many are, the default policy goes back to exact rounds.
 
     A step in which any worker has a NaN or Inf is skipped on all workers: zero
     updates, and the state unchanged but for ``rounds.skipped`` and the bytes.

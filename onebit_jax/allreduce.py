@@ -74,15 +74,16 @@ def compressed_allreduce(
 
     Returns:
       The means in float32, bit-identical on all workers; the new errors; and
-      two flags that are the same on all workers: whether all was finite (if
+      two values that are the same on all workers: whether all was finite (if
       not, the errors are the old ones and the means are not to be used), and
-      whether a mean was cut to the limit.
+      the share of blocks, of those that are not all zero, that were cut to the
+      limit, float32 ``()``.
     """
     leaves, treedef = jax.tree.flatten(values)
     worker_errors = treedef.flatten_up_to(errors.worker_error)
     server_errors = treedef.flatten_up_to(errors.server_error)
     divs = [None] * len(leaves) if divisors is None else treedef.flatten_up_to(divisors)
-    finite, cut = jnp.bool_(True), jnp.bool_(False)
+    finite, cut = jnp.bool_(True), jnp.float32(0)
     # Leaves that share a buffer get one type, so those sharded over other axes
     # need a buffer of their own; without such axes there is one group.
     groups: dict[frozenset, list[int]] = {}
@@ -94,7 +95,7 @@ def compressed_allreduce(
             pick(leaves), pick(worker_errors), pick(server_errors), pick(divs),
             axis_name, quantizer, limit,
         )
-        finite, cut = finite & group_finite, cut | group_cut
+        finite, cut = finite & group_finite, jnp.maximum(cut, group_cut)
         for i, *result in zip(group, means, new_worker, new_server, strict=True):
             leaves[i], worker_errors[i], server_errors[i] = result
     # A bad number in another group skips this one too.
@@ -165,8 +166,7 @@ def _one_buffer_mean(
     # scales: no further collective is needed to agree.
     scales = [answer.scales for answer in gathered]
     finite = workers.all_agree([jnp.all(jnp.isfinite(s)) for s in scales])
-    bound = jnp.inf if limit is None else limit
-    cut = ~workers.all_agree([jnp.all(s < bound) for s in scales])
+    cut = jnp.float32(0) if limit is None else _share_of_blocks(scales, limit)
 
     means, new_worker, new_server = [], [], []
     for i, x in enumerate(leaves):
@@ -181,6 +181,16 @@ def _one_buffer_mean(
         lost = lost if my_divs[i] is None else lost * my_divs[i]
         new_server.append(jnp.where(jnp.arange(length) < my_counts[i], lost, 0.0)[None])
     return means, new_worker, new_server, finite, cut
+
+
+def _share_of_blocks(scales: list[jax.Array], limit: float) -> jax.Array:
+    """Share of the blocks in use whose scale is at the limit, the largest of all shards."""
+    together = jnp.concatenate([s.reshape(-1) for s in scales]) if scales else jnp.zeros(0)
+    share = jnp.sum(together >= limit, dtype=jnp.int32) / jnp.maximum(
+        jnp.sum(together > 0, dtype=jnp.int32), 1
+    )
+    axes = tuple(sorted(workers.varying_axes(share)))
+    return lax.pmax(share, axes) if axes else share
 
 
 def _limited(encoded: Encoded, limit: float | None) -> Encoded:

@@ -31,8 +31,8 @@ class Signals(NamedTuple):
     Attributes:
       norm: computes the L1 norm of the bias-corrected second moment, a float32
         ``()``; costs nothing unless called.
-      cut: bool ``()``, whether the last round had updates so large that they
-        were cut: the second moment is far too small.
+      cut: bool ``()``, whether many updates of the last round were so large that
+        they were cut: the second moment is far too small.
     """
 
     norm: Callable[[], jax.Array]
@@ -182,8 +182,8 @@ def refresh(
     after a gap of ``d`` steps decays the second moment by ``b2 ** d``, as if
     the steps between had seen the same gradient.
 
-    When updates had to be cut because the second moment is far too small, as
-    when gradients grow suddenly, the grid starts anew at that step: the next
+    When many updates had to be cut because the second moment is far too small,
+    as when gradients grow suddenly, the grid starts anew at that step: the next
     rounds are exact, as they were at first.
 
     Args:

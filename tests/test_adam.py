@@ -256,3 +256,31 @@ def test_the_paper_preset_equals_its_oracle():
     for t in range(steps):
         x = x - reference.step(grads[:, t].astype(np.float64), exact=t < 4)
         np.testing.assert_allclose(np.asarray(trained["x"])[0, t], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["vma", "pmap"])
+def test_gradients_that_grow_suddenly_bring_exact_rounds_back(mode):
+    """A stale second moment, 10,000 times too small: no update above the limit."""
+    grads = np.random.default_rng(0).normal(1, 0.3, size=(2, 400, 600)).astype(np.float32)
+    grads[:, :200] *= 1e-2
+    tx = onebit_jax.onebit_adam(1.0, AXIS, variance=onebit_jax.refresh(exact_steps=20))
+    trained, state = train(mode, 2, tx, {"x": grads}, {"x": np.zeros(600, np.float32)})
+    updates = np.abs(np.diff(np.asarray(trained["x"])[0], axis=0))
+    assert updates.max() < 8.001
+    exact = np.diff(np.asarray(state[0].rounds.exact)[0], prepend=0)
+    assert exact[:200].sum() < 70
+    assert exact[201:233].all(), "as at the start of a run"
+    assert exact[300:].sum() < 40
+    # Adam's own updates there are of size 1.
+    assert updates[-20:].mean() < 2
+
+
+def test_a_few_cut_blocks_do_not():
+    """One row of an embedding that appears once in a while."""
+    grads = np.random.default_rng(0).normal(size=(2, 300, 64, 64)).astype(np.float32)
+    grads[:, :, 5] = 0
+    grads[:, 100::50, 5] = 30
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=onebit_jax.refresh(exact_steps=50))
+    _, state = train("vma", 2, tx, {"x": grads}, {"x": np.zeros((64, 64), np.float32)})
+    assert not np.asarray(state[0].cut).any()
+    assert np.asarray(state[0].rounds.exact)[0, -1] < 110
