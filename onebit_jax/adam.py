@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -24,9 +23,6 @@ UPDATE_LIMIT = 8.0
 #: too small. Rows of an embedding that are rarely seen cut single blocks.
 CUT_SHARE = 0.1
 
-#: Entries over whose mean ``variance_floor`` is taken.
-FLOOR_SPAN = 512
-
 
 class ScaleByOnebitAdamState(NamedTuple):
     """State of :func:`scale_by_onebit_adam`.
@@ -42,7 +38,7 @@ class ScaleByOnebitAdamState(NamedTuple):
       rounds: counts of exact, 1-bit and skipped rounds, and of bytes.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in Optax
     mu: optax.Updates
     nu: optax.Updates
     nu_count: jax.Array
@@ -126,7 +122,7 @@ def scale_by_onebit_adam(
             if not bias_correction:
                 return nu
             # A policy of one's own may start with 1-bit rounds: then nu is 0.
-            correction = _bias(b2, jnp.maximum(nu_count, 1))
+            correction = policies.bias_correction(b2, jnp.maximum(nu_count, 1))
             return jax.tree.map(lambda v: v / correction, nu)
 
         def nu_norm() -> jax.Array:
@@ -138,10 +134,10 @@ def scale_by_onebit_adam(
 
         def exact_round() -> tuple[Any, ...]:
             mean, finite = allreduce.exact_allreduce(gradients, axis_name)
-            keep, take = _decay(b2, decision.gap)
+            keep, take = policies.decay_over(b2, decision.gap)
             mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, mean)
             nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), state.nu, mean)
-            hold = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+            hold = lambda new, old: jnp.where(finite, new, old)
             return (
                 jax.tree.map(hold, mu, old_mu),
                 jax.tree.map(hold, nu, state.nu),
@@ -155,7 +151,7 @@ def scale_by_onebit_adam(
             local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, gradients)
             divisors = None
             if precondition:
-                nu_hat = _floored(corrected(state.nu, state.nu_count), variance_floor)
+                nu_hat = policies.floored(corrected(state.nu, state.nu_count), variance_floor)
                 divisors = jax.tree.map(lambda v: jnp.sqrt(v) + eps, nu_hat)
             mu, errors, finite, cut = allreduce.compressed_allreduce(
                 local, state.errors, axis_name, quantizer, divisors,
@@ -174,14 +170,14 @@ def scale_by_onebit_adam(
         count = jnp.where(finite, optax.safe_increment(state.count), state.count)
         if bias_correction:
             # At least 1, for a skipped first step.
-            correction = _bias(b1, jnp.maximum(count, 1))
+            correction = policies.bias_correction(b1, jnp.maximum(count, 1))
             mu_hat = jax.tree.map(lambda m: m / correction, mu)
         else:
             mu_hat = mu
         compressed = (state.rounds.onebit > 0) | ~jnp.asarray(exact)
         nu_hat = corrected(nu, nu_count)
         # The momentum carries the noise of the floored divisor from then on.
-        nu_hat = _floored(nu_hat, jnp.where(compressed, variance_floor, 0.0))
+        nu_hat = policies.floored(nu_hat, jnp.where(compressed, variance_floor, 0.0))
         directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
 
         w = workers.bound_axis_size(axis_name)
@@ -281,10 +277,13 @@ def onebit_adam(
       >>> tx = onebit_jax.onebit_adam(0.1, axis_name=None, variance=10)
       >>> params = jnp.array([1.0, -2.0])
       >>> state = tx.init(params)
-      >>> for _ in range(100):
+      >>> @jax.jit
+      ... def step(params, state):
       ...     grads = jax.grad(lambda p: jnp.sum(p**2))(params)
       ...     updates, state = tx.update(grads, state, params)
-      ...     params = optax.apply_updates(params, updates)
+      ...     return optax.apply_updates(params, updates), state
+      >>> for _ in range(100):
+      ...     params, state = step(params, state)
       >>> bool(jnp.abs(params).max() < 0.1)
       True
       >>> onebit_jax.round_counts(state)
@@ -398,44 +397,6 @@ def paper_1bit_adam(
     )
 
 
-def _bias(decay: Any, steps: jax.Array) -> jax.Array:
-    """What ``steps`` steps have put into an average that began at 0."""
-    return 1 - jnp.asarray(decay, jnp.float32) ** steps.astype(jnp.float32)
-
-
-def _decay(b2: Any, gap: jax.Array) -> tuple[Any, Any]:
-    """``b2 ** gap`` and one minus it, equal to Optax's constants at gap 1."""
-    log = jnp.log(jnp.asarray(b2, jnp.float32)) * gap.astype(jnp.float32)
-    return (
-        jnp.where(gap == 1, b2, jnp.exp(log)).astype(jnp.float32),
-        jnp.where(gap == 1, 1 - b2, -jnp.expm1(log)).astype(jnp.float32),
-    )
-
-
-def _floored(nu_hat: optax.Updates, floor: Any) -> optax.Updates:
-    """The second moment, at least ``floor`` times its mean over the neighbours.
-
-    Neighbours are ``FLOOR_SPAN`` entries in a row, so that parts of a leaf whose
-    gradients are of another size keep their own scale. Where none of them had a
-    gradient, the mean over the leaf stands in.
-    """
-    return jax.tree.map(lambda v: _floored_leaf(v, floor), nu_hat)
-
-
-def _floored_leaf(v: jax.Array, floor: Any) -> jax.Array:
-    mean = jnp.sum(v) / max(v.size, 1)
-    if v.size <= FLOOR_SPAN:
-        return jnp.maximum(v, floor * mean)
-    flat = workers.unshard(v).reshape(-1)
-    spans = -(-v.size // FLOOR_SPAN)
-    rows = jnp.pad(flat, (0, spans * FLOOR_SPAN - v.size)).reshape(spans, FLOOR_SPAN)
-    entries = np.full((spans, 1), FLOOR_SPAN, np.float32)
-    entries[-1] -= spans * FLOOR_SPAN - v.size
-    near = jnp.sum(rows, axis=1, keepdims=True) / entries
-    floored = jnp.maximum(rows, floor * jnp.where(near > 0, near, mean))
-    return workers.reshard_like(floored.reshape(-1)[: v.size].reshape(v.shape), v)
-
-
 def _chain_held(
     first: optax.GradientTransformationExtraArgs, *rest: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
@@ -455,7 +416,7 @@ def _chain_held(
         skipped = first_state.rounds.skipped > state[0].rounds.skipped
         updates, after_state = after.update(updates, state[1:], params, **extra_args)
         updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
-        hold = lambda old, new: jnp.where(skipped, old, new)  # noqa: E731
+        hold = lambda old, new: jnp.where(skipped, old, new)
         return updates, (first_state, *jax.tree.map(hold, state[1:], after_state))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -79,6 +79,7 @@ def compressed_allreduce(
       the share of blocks, of those that are not all zero, that were cut to the
       limit, float32 ``()``.
     """
+    treedef: Any
     leaves, treedef = jax.tree.flatten(values)
     worker_errors = treedef.flatten_up_to(errors.worker_error)
     server_errors = treedef.flatten_up_to(errors.server_error)
@@ -90,7 +91,7 @@ def compressed_allreduce(
     for i, x in enumerate(leaves):
         groups.setdefault(workers.varying_axes(x), []).append(i)
     for group in groups.values():
-        pick = lambda items, group=group: [items[i] for i in group]  # noqa: E731
+        pick = lambda items, group=group: [items[i] for i in group]
         means, new_worker, new_server, group_finite, group_cut = _one_buffer_mean(
             pick(leaves), pick(worker_errors), pick(server_errors), pick(divs),
             axis_name, quantizer, limit,
@@ -99,7 +100,7 @@ def compressed_allreduce(
         for i, *result in zip(group, means, new_worker, new_server, strict=True):
             leaves[i], worker_errors[i], server_errors[i] = result
     # A bad number in another group skips this one too.
-    hold = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+    hold = lambda new, old: jnp.where(finite, new, old)
     new_errors = ErrorFeedback(
         jax.tree.map(hold, treedef.unflatten(worker_errors), errors.worker_error),
         jax.tree.map(hold, treedef.unflatten(server_errors), errors.server_error),
@@ -173,12 +174,14 @@ def _one_buffer_mean(
         d, length = chunk_divs[i], lengths[i]
         mean = quantizer.decode(*gathered[i], length, divisor=d)
         means.append(_from_chunks(mean, x))
-        own = _from_chunks(quantizer.decode(*sent[i], length, divisor=d), x)
+        own = quantizer.quantized(_to_chunks(compensated[i], w, length), sent[i].scales, d)
+        own = _from_chunks(own, x)
         new_worker.append((compensated[i] - own)[None])
-        lost = served[i] - quantizer.decode(*answers[i], length)
+        lost = served[i] - quantizer.quantized(served[i], answers[i].scales, None)
         if limit is not None:
             lost = jnp.clip(lost, -limit, limit)
-        lost = lost if my_divs[i] is None else lost * my_divs[i]
+        my_div = my_divs[i]
+        lost = lost if my_div is None else lost * my_div
         new_server.append(jnp.where(jnp.arange(length) < my_counts[i], lost, 0.0)[None])
     return means, new_worker, new_server, finite, cut
 
@@ -218,6 +221,7 @@ def exact_allreduce(
       finite.
     """
     w = workers.bound_axis_size(axis_name)
+    treedef: Any
     leaves, treedef = jax.tree.flatten(values)
     leaves = [x.astype(jnp.float32) for x in leaves]
     if axis_name is None or not leaves:

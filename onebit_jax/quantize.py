@@ -127,10 +127,20 @@ class SignQuantizer:
         Returns:
           float32 array ``(..., n)``.
         """
-        magnitude = self._per_word(scales, words.shape[-1])[..., None, :]
-        planes = jnp.where(packing.unpack_planes(words), magnitude, -magnitude)
+        planes = self._signed(packing.unpack_planes(words), scales)
         y = packing.from_planes(planes, n)
         return y if divisor is None else y * divisor.astype(jnp.float32)
+
+    def quantized(self, x: jax.Array, scales: jax.Array, divisor: jax.Array | None) -> jax.Array:
+        """What :meth:`decode` gives for an encoded ``x``, without its bits."""
+        planes = packing.to_planes(x)
+        y = packing.from_planes(self._signed(planes >= 0, scales), x.shape[-1])
+        return y if divisor is None else y * divisor.astype(jnp.float32)
+
+    def _signed(self, positive: jax.Array, scales: jax.Array) -> jax.Array:
+        """Scales with signs: booleans ``(..., 32, K)`` to float32."""
+        magnitude = self._per_word(scales, positive.shape[-1])[..., None, :]
+        return jnp.where(positive, magnitude, -magnitude)
 
     def _block_sums(self, per_word: jax.Array) -> jax.Array:
         """Sums of ``(..., K)`` over the words of each block."""

@@ -33,8 +33,9 @@ class Rounds(NamedTuple):
 def init_rounds(axis_name: str | None) -> Rounds:
     """All counts at zero."""
     # Three arrays, because a donated state must not hold one buffer twice.
-    counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-    return Rounds(*counts, workers.worker_zeros(counts[0], (2,), jnp.uint32, axis_name))
+    exact, onebit, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
+    sent = workers.worker_zeros(exact, (2,), jnp.uint32, axis_name)
+    return Rounds(exact, onebit, skipped, sent)
 
 
 def count_round(rounds: Rounds, exact: Any, finite: jax.Array, n_bytes: tuple[int, int]) -> Rounds:
@@ -55,8 +56,13 @@ def count_round(rounds: Rounds, exact: Any, finite: jax.Array, n_bytes: tuple[in
 
 def rounds_in(state: Any) -> list[Rounds]:
     """The counts of all synchronising transformations in a state."""
-    is_rounds = lambda x: isinstance(x, Rounds)  # noqa: E731
+    is_rounds = lambda x: isinstance(x, Rounds)
     return [x for x in jax.tree.leaves(state, is_leaf=is_rounds) if is_rounds(x)]
+
+
+def skipped_rounds(state: Any) -> jax.Array:
+    """Rounds skipped by all synchronising transformations in a state."""
+    return jnp.stack([rounds.skipped for rounds in rounds_in(state)]).sum()
 
 
 def zero_unless(finite: jax.Array, updates: Any, like: Any) -> Any:
@@ -232,7 +238,7 @@ def clip_by_global_norm(
         norm = jnp.sqrt(square)
         factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
         factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-        scale = lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype)  # noqa: E731
+        scale = lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype)
         return jax.tree.map(scale, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

@@ -173,10 +173,12 @@ def make_train_step(
             new_opt_state,
             jax.tree.map(lambda x: _mean_state(x, axis_name), model_state),
         )
-        rounds, new_rounds = sync.rounds_in(opt_state), sync.rounds_in(new_opt_state)
-        skipped = sum(r.skipped for r in new_rounds) > sum(r.skipped for r in rounds)
-        new = _hold(skipped, (params, opt_state, old_model_state), new)
-        return _give(state, *new, ~skipped, mutable), lax.pmean(metrics, axis_name)
+        skipped = sync.skipped_rounds(new_opt_state) > sync.skipped_rounds(opt_state)
+        params, opt_state, model_state = _hold(
+            skipped, (params, opt_state, old_model_state), new
+        )
+        new_state = _give(state, params, opt_state, model_state, ~skipped, mutable)
+        return new_state, lax.pmean(metrics, axis_name)
 
     def step(state: Any, batch: Any, rng: Any) -> Any:
         params, opt_state, model_state = _take(state, mutable)
@@ -252,7 +254,7 @@ def _mean_state(x: jax.Array, axis_name: str) -> jax.Array:
 
 def _hold(skipped: jax.Array, old: Any, new: Any) -> Any:
     """``new``, or ``old`` with the counts of ``new`` if the step was skipped."""
-    is_rounds = lambda x: isinstance(x, sync.Rounds)  # noqa: E731
+    is_rounds = lambda x: isinstance(x, sync.Rounds)
     return jax.tree.map(
         lambda o, n: n if is_rounds(n) else jnp.where(skipped, o, n), old, new, is_leaf=is_rounds
     )

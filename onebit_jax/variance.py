@@ -1,4 +1,4 @@
-"""Policies: in which steps the second moment is updated, by an exact round.
+"""The second moment: in which steps it is updated, how it decays, its floor.
 
 A policy is a pair of pure functions. Its decisions depend only on values that
 are the same on every worker, so a collective inside ``lax.cond`` is safe.
@@ -9,6 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from onebit_jax import workers
+
+#: Entries over whose mean ``variance_floor`` is taken.
+FLOOR_SPAN = 512
 
 
 class Decision(NamedTuple):
@@ -247,3 +253,41 @@ def as_policy(variance: int | VariancePolicy) -> VariancePolicy:
         "optax.inject_hyperparams name it in static_args=('variance',)",
     )
     return freeze_after(variance)
+
+
+def bias_correction(decay: Any, steps: jax.Array) -> jax.Array:
+    """What ``steps`` steps have put into an average that began at 0."""
+    return 1 - jnp.asarray(decay, jnp.float32) ** steps.astype(jnp.float32)
+
+
+def decay_over(b2: Any, gap: jax.Array) -> tuple[Any, Any]:
+    """``b2 ** gap`` and one minus it, equal to Optax's constants at gap 1."""
+    log = jnp.log(jnp.asarray(b2, jnp.float32)) * gap.astype(jnp.float32)
+    return (
+        jnp.where(gap == 1, b2, jnp.exp(log)).astype(jnp.float32),
+        jnp.where(gap == 1, 1 - b2, -jnp.expm1(log)).astype(jnp.float32),
+    )
+
+
+def floored(nu_hat: Any, floor: Any) -> Any:
+    """The second moment, at least ``floor`` times its mean over the neighbours.
+
+    Neighbours are ``FLOOR_SPAN`` entries in a row, so that parts of a leaf whose
+    gradients are of another size keep their own scale. Where none of them had a
+    gradient, the mean over the leaf stands in.
+    """
+    return jax.tree.map(lambda v: _floored_leaf(v, floor), nu_hat)
+
+
+def _floored_leaf(v: jax.Array, floor: Any) -> jax.Array:
+    mean = jnp.sum(v) / max(v.size, 1)
+    if v.size <= FLOOR_SPAN:
+        return jnp.maximum(v, floor * mean)
+    flat = workers.unshard(v).reshape(-1)
+    spans = -(-v.size // FLOOR_SPAN)
+    rows = jnp.pad(flat, (0, spans * FLOOR_SPAN - v.size)).reshape(spans, FLOOR_SPAN)
+    entries = np.full((spans, 1), FLOOR_SPAN, np.float32)
+    entries[-1] -= spans * FLOOR_SPAN - v.size
+    near = jnp.sum(rows, axis=1, keepdims=True) / entries
+    bounded = jnp.maximum(rows, floor * jnp.where(near > 0, near, mean))
+    return workers.reshard_like(bounded.reshape(-1)[: v.size].reshape(v.shape), v)

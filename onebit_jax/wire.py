@@ -55,5 +55,5 @@ def round_counts(state: Any) -> dict[str, int]:
     names = ("exact", "onebit", "skipped")
     rounds = rounds_in(state)
     # Replicated, so that the first entry is right under pmap's leading axis too.
-    first = lambda x: int(np.asarray(x).reshape(-1)[0])  # noqa: E731
+    first = lambda x: int(np.asarray(x).reshape(-1)[0])
     return {name: sum(first(getattr(r, name)) for r in rounds) for name in names}

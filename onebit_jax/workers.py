@@ -222,7 +222,8 @@ def check_tree(updates: PyTree, worker_tree: PyTree, what: str) -> None:
     Raises:
       ValueError: if structure, shapes or the number of workers differ.
     """
-    found, expected = jax.tree.structure(updates), jax.tree.structure(worker_tree)
+    found: Any = jax.tree.structure(updates)
+    expected: Any = jax.tree.structure(worker_tree)
     if found != expected:
         raise ValueError(
             f"{what}: the tree of the updates differs from the parameters given to init.\n"
@@ -290,9 +291,9 @@ def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None
       A pytree of the structure of ``state``: ``P(axis_name)`` for per-worker
       leaves, ``P()`` (or the parameter's spec) for the others.
     """
-    treedef = None
+    treedef: Any = None
     if param_specs is not None:
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        is_spec = lambda x: isinstance(x, PartitionSpec)
         treedef = jax.tree.structure(param_specs, is_leaf=is_spec)
         if jax.tree_util.treedef_is_leaf(treedef):
             raise ValueError("param_specs must be a container of PartitionSpecs, found one leaf")
@@ -314,7 +315,7 @@ def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None
 
         return jax.tree.map(lead, param_specs, is_leaf=is_spec)
 
-    matches = lambda node: treedef is not None and jax.tree.structure(node) == treedef  # noqa: E731
+    matches = lambda node: treedef is not None and jax.tree.structure(node) == treedef
     return jax.tree_util.tree_map_with_path(spec, state, is_leaf=matches)
 
 

@@ -49,7 +49,7 @@ def refuse_wrappers(updates: Any, axis_name: str | None) -> None:
     """
     if axis_name is None:
         return
-    is_mask = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    is_mask = lambda x: isinstance(x, optax.MaskedNode)
     masked = any(map(is_mask, jax.tree.leaves(updates, is_leaf=is_mask)))
     callers = _optax_callers()
     for caller in callers:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from meshes import AXIS, COUNTS, MODES, run
+from meshes import AXIS, MODES, run
 
 import onebit_jax
 from onebit_jax import allreduce
@@ -38,8 +38,9 @@ def assert_close(got, expected, values, divisor):
     np.testing.assert_allclose(got / d, expected / d, rtol=1e-5, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("w", COUNTS)
-@pytest.mark.parametrize("preconditioned", [False, True])
+@pytest.mark.parametrize(
+    ("w", "preconditioned"), [(1, True), (2, False), (3, True), (4, False), (8, True)]
+)
 def test_twenty_rounds_equal_the_oracle(w, preconditioned):
     rng = np.random.default_rng(w)
     values = {f"n{n}": rng.normal(size=(w, 20, n)).astype(np.float32) for n in SIZES}
@@ -71,7 +72,7 @@ def test_twenty_rounds_equal_the_oracle(w, preconditioned):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("w", [1, 3, 4])
-@pytest.mark.parametrize("block_size,scale", [(None, "rms"), (64, "mean_abs")])
+@pytest.mark.parametrize(("block_size", "scale"), [(None, "rms"), (64, "mean_abs")])
 def test_all_ways_to_bind_the_axis_agree_with_the_oracle(mode, w, block_size, scale):
     rng = np.random.default_rng(0)
     values = rng.normal(size=(w, 5, 7, 30)).astype(np.float32)

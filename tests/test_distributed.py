@@ -43,6 +43,7 @@ def test_four_devices_in_two_processes(tmp_path):
         np.testing.assert_allclose(first[name], alone[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_language_model_with_one_worker_per_process(tmp_path):
     coordinator = f"127.0.0.1:{processes.free_port()}"
     common = [EXAMPLES / "lm.py", "--distributed", "--coordinator", coordinator,

@@ -93,11 +93,11 @@ def test_gradients_must_be_real_floats(dtype, axis):
     def update(grads):
         return tx.update(grads, tx.init(PARAMS), PARAMS)[0]
 
+    def on_mesh(grads):
+        return on_workers(lambda g: update(onebit_jax.per_worker(g, AXIS)), grads)
+
     with pytest.raises(TypeError, match=rf"\['w'\] has dtype {jnp.dtype(dtype)}: gradients must"):
-        if axis is None:
-            update(grads)
-        else:
-            on_workers(lambda g: update(onebit_jax.per_worker(g, AXIS)), grads)
+        (update if axis is None else on_mesh)(grads)
 
 
 @pytest.mark.parametrize("name", ["onebit_adam", "compressed_mean", "accumulate"])
@@ -191,7 +191,7 @@ def test_make_train_step_checks_its_arguments():
     tx = onebit_jax.onebit_adam(1e-3, AXIS)
     with pytest.raises(ValueError, match=r"axis_name='model' is not an axis of the mesh"):
         onebit_jax.make_train_step(lambda p, b: 0.0, tx, mesh(2), "model")
-    loss = lambda p, b: jnp.sum(p["w"]) + jnp.sum(b)  # noqa: E731
+    loss = lambda p, b: jnp.sum(p["w"]) + jnp.sum(b)
     with jax.set_mesh(mesh(4)):
         state = (PARAMS, tx.init(PARAMS))
     step = onebit_jax.make_train_step(loss, tx, mesh(4))

@@ -28,19 +28,19 @@ def check(data, names, steps, workers, accuracy):
 
 
 def test_language_model(tmp_path):
-    output = run("lm.py", "--steps", 8, "--workers", 2, "--optimizer", "adam_bf16",
+    output = run("lm.py", "--steps", 4, "--workers", 2, "--optimizer", "adam_bf16",
                  "--optimizer", "paper", "--out", tmp_path, "--json", tmp_path / "r.json")
     data = json.loads((tmp_path / "r.json").read_text())
-    check(data, ["adam_bf16", "paper"], 8, 2, accuracy=False)
+    check(data, ["adam_bf16", "paper"], 4, 2, accuracy=False)
     assert (tmp_path / "lm.png").stat().st_size > 1000
     assert "held-out loss" in output
     assert data["runs"][1]["exact_rounds"] == 1
 
 
 def test_cnn_on_digits_by_default_and_both_optimizers(tmp_path):
-    run("cnn.py", "--steps", 12, "--out", tmp_path, "--json", tmp_path / "r.json")
+    run("cnn.py", "--steps", 4, "--out", tmp_path, "--json", tmp_path / "r.json")
     data = json.loads((tmp_path / "r.json").read_text())
-    check(data, ["adam", "onebit_adam"], 12, 4, accuracy=True)
+    check(data, ["adam", "onebit_adam"], 4, 4, accuracy=True)
     # Still exact: the same numbers but for rounding.
     assert abs(data["runs"][0]["eval_loss"] - data["runs"][1]["eval_loss"]) < 1e-2
 

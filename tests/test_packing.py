@@ -23,7 +23,8 @@ def numpy_words(signs):
 def test_round_trip_for_any_length_and_leading_axes(n, lead):
     x = np.random.default_rng(n).normal(size=(*lead, n)).astype(np.float32)
     words = onebit_jax.pack_signs(jnp.asarray(x))
-    assert words.dtype == jnp.uint32 and words.shape == (*lead, -(-n // 32))
+    assert words.dtype == jnp.uint32
+    assert words.shape == (*lead, -(-n // 32))
     np.testing.assert_array_equal(onebit_jax.unpack_signs(words, n), x >= 0)
 
 

@@ -19,7 +19,7 @@ def test_specs_shard_what_differs_between_workers_and_nothing_else():
     with jax.set_mesh(mesh(4)):
         state = tx.init(PARAMS)
     specs = onebit_jax.state_specs((PARAMS, state), AXIS)
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    is_spec = lambda x: isinstance(x, P)
     assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure((PARAMS, state))
     leaves = jax.tree_util.tree_leaves_with_path((PARAMS, state))
     flat = jax.tree.leaves(specs, is_leaf=is_spec)
