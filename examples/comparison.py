@@ -22,6 +22,7 @@ import onebit_jax
 
 AXIS = "data"
 EVALUATIONS = 12
+COUNTS = ("exact_rounds", "onebit_rounds", "skipped_rounds", "bytes_sent")
 
 
 def _adam(wire_dtype: str | None) -> Callable:
@@ -148,10 +149,9 @@ def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -
                 started = time.perf_counter()
             last = step == args.steps - 1
             if (step + 1) % 10 == 0 or last:
-                rounds = onebit_jax.round_counts(state)
-                sent = onebit_jax.bytes_sent(state)
-                stage = "1-bit" if rounds["onebit"] else "exact"
-                status = f"loss {float(metrics['loss']):.3f}  {stage}  {sent / 1e6:.1f} MB sent"
+                done = onebit_jax.metrics(state)
+                sent = f"{done['bytes_sent'] / 1e6:.1f} MB sent"
+                status = f"loss {float(metrics['loss']):.3f}  {done['stage']}  {sent}"
                 progress.update(bar, completed=step + 1, status=status)
             if last or (step + 1) % max(args.steps // EVALUATIONS, 1) == 0:
                 jax.block_until_ready(state)
@@ -159,15 +159,12 @@ def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -
                 result = task.evaluate(*map(_local, (state[0], (*state, None)[2])))
                 curve.append([step + 1, onebit_jax.bytes_sent(state), seconds, result["loss"]])
                 started = time.perf_counter()
-    rounds = onebit_jax.round_counts(state)
+    done = onebit_jax.metrics(state)
     run = {
         "optimizer": optimizer,
         "seed": args.seed,
         "eval_loss": result["loss"],
-        "exact_rounds": rounds["exact"],
-        "onebit_rounds": rounds["onebit"],
-        "skipped_rounds": rounds["skipped"],
-        "bytes_sent": onebit_jax.bytes_sent(state),
+        **{name: done[name] for name in COUNTS},
         "seconds": seconds,
         "curve": curve,
     }

@@ -46,4 +46,4 @@ for i in range(300):
     params, state, loss = train_step(params, state, batch)
     if i % 50 == 49:
         print(f"step {i + 1}: loss {loss:.4f}")
-print(onebit_jax.round_counts(state), f"{onebit_jax.bytes_sent(state):,} bytes sent per worker")
+print(onebit_jax.metrics(state))

@@ -58,7 +58,7 @@ def compressed_allreduce(
 
     Two payload collectives for the whole tree: an all_to_all that brings every
     worker's bits of a chunk to the worker that serves it, and an all_gather of
-    the re-quantized means (Tang et al. 2021, arXiv 2102.02888, section 5).
+    the re-quantized means (Tang et al. 2021, arXiv 2102.02888, compressed allreduce).
     Both carry one uint32 buffer of sign words and bitcast scales.
 
     Args:

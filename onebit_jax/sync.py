@@ -91,7 +91,7 @@ def compressed_mean(
     collectives for the whole pytree, about ``2 (w - 1) / w * N / 8`` bytes sent
     by each worker for N entries. In front of Adam use :func:`exact_mean`, or
     ``onebit_adam``: a second moment of quantized gradients is all noise (Tang et
-    al. 2021, arXiv 2102.02888, section 3).
+    al. 2021, arXiv 2102.02888, on why naive compression fails for Adam).
 
     If anything in a round is not finite on any worker, all workers return
     zeros, keep their errors and count the round as skipped.

@@ -110,7 +110,7 @@ def freeze_when_stable(
 ) -> VariancePolicy:
     """Exact until the second moment has stopped moving, then frozen.
 
-    The rule of Tang et al. 2021, section 7.1: with ``D`` the window, freeze
+    The rule of Tang et al. 2021 (arXiv 2102.02888): with ``D`` the window, freeze
     once ``||v_t||_1 / ||v_{t-D}||_1 >= threshold``. The norms are of the
     bias-corrected second moment, and a ratio above ``1 / threshold`` does not
     count as stable either: a growing second moment frozen too early is too

@@ -36,24 +36,39 @@ def bytes_sent(state: Any) -> int:
     return total
 
 
-def round_counts(state: Any) -> dict[str, int]:
-    """How many exact, 1-bit and skipped rounds a state has seen.
+def metrics(state: Any) -> dict[str, Any]:
+    """What an optimizer has done so far, for logging and for a look.
+
+    Reads the counters from the device.
 
     Args:
       state: an optimizer state, or a pytree around one.
 
     Returns:
-      ``{"exact": ..., "onebit": ..., "skipped": ...}``, summed over all
-      synchronising transformations in the state.
+      A dict, summed over all synchronising transformations in the state:
+      ``stage``, ``"exact"`` until the first 1-bit round and then ``"1-bit"``;
+      ``exact_rounds``, ``onebit_rounds`` and ``skipped_rounds``, ints; and
+      ``bytes_sent`` by each worker, an int.
 
     Example:
       >>> import jax.numpy as jnp, onebit_jax
-      >>> tx = onebit_jax.onebit_adam(1e-3, axis_name=None)
-      >>> onebit_jax.round_counts(tx.init(jnp.zeros(8)))
-      {'exact': 0, 'onebit': 0, 'skipped': 0}
+      >>> tx = onebit_jax.onebit_adam(1e-3, axis_name=None, variance=1)
+      >>> state = tx.init(jnp.zeros(8))
+      >>> for _ in range(3):
+      ...     updates, state = tx.update(jnp.ones(8), state)
+      >>> onebit_jax.metrics(state)["stage"], onebit_jax.metrics(state)["onebit_rounds"]
+      ('1-bit', 2)
     """
-    names = ("exact", "onebit", "skipped")
-    rounds = rounds_in(state)
     # Replicated, so that the first entry is right under pmap's leading axis too.
     first = lambda x: int(np.asarray(x).reshape(-1)[0])
-    return {name: sum(first(getattr(r, name)) for r in rounds) for name in names}
+    exact, onebit, skipped = (
+        sum(first(getattr(rounds, name)) for rounds in rounds_in(state))
+        for name in ("exact", "onebit", "skipped")
+    )
+    return {
+        "stage": "1-bit" if onebit else "exact",
+        "exact_rounds": exact,
+        "onebit_rounds": onebit,
+        "skipped_rounds": skipped,
+        "bytes_sent": bytes_sent(state),
+    }

@@ -75,4 +75,4 @@ def test_by_hand_is_short_and_trains():
     output = run("shard_map_by_hand.py")
     losses = [float(line.split("loss ")[1]) for line in output.splitlines() if "loss" in line]
     assert losses[-1] < 0.01 * losses[0]
-    assert "'exact': 50, 'onebit': 250" in output
+    assert "'exact_rounds': 50, 'onebit_rounds': 250" in output

@@ -57,11 +57,13 @@ def test_in_the_warm_up_it_is_adam_on_the_whole_batch(w, axis_type):
 def test_trains_and_tells_what_it_did():
     state, losses = train(onebit_jax.onebit_adam(0.05, AXIS, variance=5), 4, steps=200)
     assert losses[-1] < 0.01 * losses[0]
-    assert onebit_jax.round_counts(state) == {"exact": 5, "onebit": 195, "skipped": 0}
     exact = 2 * 3 * 14 * 4 // 4
     # w: 12 entries, b: 2; each takes one word and one scale for each of 4 chunks
     onebit = 2 * 3 * 4 * 4
-    assert onebit_jax.bytes_sent(state) == 5 * exact + 195 * onebit
+    assert onebit_jax.metrics(state) == {
+        "stage": "1-bit", "exact_rounds": 5, "onebit_rounds": 195, "skipped_rounds": 0,
+        "bytes_sent": 5 * exact + 195 * onebit,
+    }
 
 
 class Model(nn.Module):
@@ -173,7 +175,7 @@ def test_a_skipped_step_changes_nothing_but_counts(make):
             state, _ = step(state, (X, Y))
         before = jax.device_get(state)
         state, _ = step(state, (bad, Y))
-    assert onebit_jax.round_counts(state)["skipped"] == 1
+    assert onebit_jax.metrics(state)["skipped_rounds"] == 1
     named = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(state), strict=True)
     for (path, old), new in named:
         name = jax.tree_util.keystr(path)

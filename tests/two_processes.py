@@ -37,7 +37,7 @@ def main(coordinator, count, rank, out):
         out,
         losses=losses,
         sent=onebit_jax.bytes_sent(opt_state),
-        rounds=list(onebit_jax.round_counts(opt_state).values()),
+        rounds=[v for k, v in onebit_jax.metrics(opt_state).items() if k.endswith("_rounds")],
         **{k: v.addressable_shards[0].data for k, v in params.items()},
     )
 
