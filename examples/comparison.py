@@ -129,6 +129,9 @@ def _schedule(peak: float, steps: int) -> optax.Schedule:
 def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -> dict[str, Any]:
     tx = OPTIMIZERS[optimizer](_schedule(task.peak_rate, args.steps), args.steps)
     step_fn = onebit_jax.make_train_step(task.loss_fn, tx, mesh, AXIS, mutable=task.mutable)
+    rows = len(jax.tree.leaves(task.batch(args.seed, 0))[0])
+    if rows % args.workers:
+        raise SystemExit(f"--workers must divide the batch of {rows}, found {args.workers}")
     params, model_state = task.init(args.seed)
     with jax.set_mesh(mesh):
         state = (params, tx.init(params))

@@ -18,6 +18,8 @@ from onebit_jax.sync import (
 )
 from onebit_jax.training import make_train_step as make_train_step
 from onebit_jax.variance import (
+    Decision as Decision,
+    Signals as Signals,
     VariancePolicy as VariancePolicy,
     freeze_after as freeze_after,
     freeze_when_stable as freeze_when_stable,

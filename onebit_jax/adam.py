@@ -88,7 +88,8 @@ def scale_by_onebit_adam(
         axis is not bound, the gradients are already reduced, the tree is
         another one than at init, the state is that of another number of
         workers, or a wrapper that cannot work is calling.
-      TypeError: from ``update``, for integer or complex gradients.
+      TypeError: from ``update``, for integer or complex gradients, or a
+        ``quantizer`` that is none.
     """
     policy = policies.as_policy(variance)
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
@@ -125,6 +126,9 @@ def scale_by_onebit_adam(
             correction = policies.bias_correction(b2, jnp.maximum(nu_count, 1))
             return jax.tree.map(lambda v: v / correction, nu)
 
+        def mu_correction(count: jax.Array) -> jax.Array:
+            return policies.bias_correction(b1, count) if bias_correction else jnp.float32(1)
+
         def nu_norm() -> jax.Array:
             norms = jax.tree.map(jnp.sum, corrected(state.nu, state.nu_count))
             return workers.sum_over_shards(jax.tree.leaves(norms), axis_name)
@@ -153,9 +157,11 @@ def scale_by_onebit_adam(
             if precondition:
                 nu_hat = policies.floored(corrected(state.nu, state.nu_count), variance_floor)
                 divisors = jax.tree.map(lambda v: jnp.sqrt(v) + eps, nu_hat)
+            # On the momentum, so that the corrected one stays below the limit.
+            limit = UPDATE_LIMIT * mu_correction(state.count + 1)
             mu, errors, finite, cut = allreduce.compressed_allreduce(
                 local, state.errors, axis_name, quantizer, divisors,
-                limit=UPDATE_LIMIT if precondition else None,
+                limit=limit if precondition else None,
             )
             mu = jax.tree.map(lambda new, old: jnp.where(finite, new, old), mu, old_mu)
             return mu, state.nu, state.nu_count, errors, finite, cut
@@ -168,12 +174,9 @@ def scale_by_onebit_adam(
         mu, nu, nu_count, errors, finite, cut = result
 
         count = jnp.where(finite, optax.safe_increment(state.count), state.count)
-        if bias_correction:
-            # At least 1, for a skipped first step.
-            correction = policies.bias_correction(b1, jnp.maximum(count, 1))
-            mu_hat = jax.tree.map(lambda m: m / correction, mu)
-        else:
-            mu_hat = mu
+        # At least 1, for a skipped first step.
+        correction = mu_correction(jnp.maximum(count, 1))
+        mu_hat = jax.tree.map(lambda m: m / correction, mu)
         compressed = (state.rounds.onebit > 0) | ~jnp.asarray(exact)
         nu_hat = corrected(nu, nu_count)
         # The momentum carries the noise of the floored divisor from then on.
@@ -239,6 +242,9 @@ def onebit_adam(
 
     A step in which any worker has a NaN or Inf is skipped on all workers: zero
     updates, and the state unchanged but for ``rounds.skipped`` and the bytes.
+
+    Gradients may be of any real floating dtype and shape, empty and scalar leaves
+    included; updates have their dtype, and all state is float32 but for ``mu_dtype``.
 
     Args:
       learning_rate: a number or an Optax schedule.

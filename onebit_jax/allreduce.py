@@ -1,8 +1,8 @@
 """Means over a mesh axis: compressed, with error feedback, and exact.
 
 Both take and return lists or pytrees of local arrays and know nothing of
-optimizers. All collectives of the package are in this file, but for the one
-scalar of ``sync.clip_by_global_norm``.
+optimizers. All collectives that carry gradients are in this file; elsewhere are
+only those of scalars, metrics and batch statistics.
 """
 
 import math
@@ -16,6 +16,9 @@ from onebit_jax import workers
 from onebit_jax.quantize import Encoded, SignQuantizer
 
 PyTree = Any
+
+#: Up to so many workers the server's sum is unrolled: faster, but more to compile.
+UNROLLED_WORKERS = 32
 
 
 class ErrorFeedback(NamedTuple):
@@ -52,7 +55,7 @@ def compressed_allreduce(
     axis_name: str | None,
     quantizer: SignQuantizer,
     divisors: PyTree | None = None,
-    limit: float | None = None,
+    limit: Any = None,
 ) -> tuple[PyTree, ErrorFeedback, jax.Array, jax.Array]:
     """The 1-bit mean of each worker's values, with two-sided error feedback.
 
@@ -79,6 +82,8 @@ def compressed_allreduce(
       the share of blocks, of those that are not all zero, that were cut to the
       limit, float32 ``()``.
     """
+    if not isinstance(quantizer, SignQuantizer):
+        raise TypeError(f"quantizer must be a SignQuantizer, found {quantizer!r}")
     treedef: Any
     leaves, treedef = jax.tree.flatten(values)
     worker_errors = treedef.flatten_up_to(errors.worker_error)
@@ -115,7 +120,7 @@ def _one_buffer_mean(
     divs: list[jax.Array | None],
     axis_name: str | None,
     quantizer: SignQuantizer,
-    limit: float | None,
+    limit: Any,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], jax.Array, jax.Array]:
     """:func:`compressed_allreduce` of lists; its errors may not be finite."""
     w = workers.bound_axis_size(axis_name)
@@ -151,10 +156,7 @@ def _one_buffer_mean(
     ):
         my_div = None if d is None else lax.dynamic_index_in_dim(d, rank, keepdims=False)
         my_count = count[rank]
-        decoded = [
-            quantizer.decode(got.words[i], got.scales[i], length) for i in range(w)
-        ]
-        mean = sum(decoded[1:], start=decoded[0]) / w
+        mean = _sum_decoded(got, quantizer, length) / w
         mean = mean + (error[0] if my_div is None else error[0] / my_div)
         mean = jnp.where(jnp.arange(length) < my_count, mean, 0.0)
         served.append(mean)
@@ -186,7 +188,20 @@ def _one_buffer_mean(
     return means, new_worker, new_server, finite, cut
 
 
-def _share_of_blocks(scales: list[jax.Array], limit: float) -> jax.Array:
+def _sum_decoded(got: Encoded, quantizer: SignQuantizer, length: int) -> jax.Array:
+    """Sum over the leading worker axis: unrolled, which XLA fuses, unless long."""
+    rows = len(got.words)
+    decode = lambda words, scales: quantizer.decode(words, scales, length)
+    total = decode(got.words[0], got.scales[0])
+    if rows <= UNROLLED_WORKERS:
+        for i in range(1, rows):
+            total = total + decode(got.words[i], got.scales[i])
+        return total
+    rest = (got.words[1:], got.scales[1:])
+    return lax.scan(lambda sum_, row: (sum_ + decode(*row), None), total, rest)[0]
+
+
+def _share_of_blocks(scales: list[jax.Array], limit: Any) -> jax.Array:
     """Share of the blocks in use whose scale is at the limit, the largest of all shards."""
     together = jnp.concatenate([s.reshape(-1) for s in scales]) if scales else jnp.zeros(0)
     share = jnp.sum(together >= limit, dtype=jnp.int32) / jnp.maximum(
@@ -196,7 +211,7 @@ def _share_of_blocks(scales: list[jax.Array], limit: float) -> jax.Array:
     return lax.pmax(share, axes) if axes else share
 
 
-def _limited(encoded: Encoded, limit: float | None) -> Encoded:
+def _limited(encoded: Encoded, limit: Any) -> Encoded:
     if limit is None:
         return encoded
     scales = encoded.scales

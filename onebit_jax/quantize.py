@@ -55,9 +55,7 @@ class SignQuantizer:
 
     def __post_init__(self) -> None:
         size = self.block_size
-        if size is not None and (
-            not isinstance(size, int) or isinstance(size, bool) or size <= 0 or size % 32
-        ):
+        if size is not None and (type(size) is not int or size <= 0 or size % 32):
             raise ValueError(
                 f"block_size must be a positive multiple of 32 or None (one scale "
                 f"per leaf), found {size!r}"

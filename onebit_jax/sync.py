@@ -67,7 +67,13 @@ def skipped_rounds(state: Any) -> jax.Array:
 
 def zero_unless(finite: jax.Array, updates: Any, like: Any) -> Any:
     """Updates in the dtypes of ``like``, or zeros if not all was finite."""
-    return jax.tree.map(lambda u, g: jnp.where(finite, u, 0.0).astype(g.dtype), updates, like)
+
+    def cast(update: jax.Array, gradient: jax.Array) -> jax.Array:
+        # A mean of float16 gradients may decode to more than float16 holds.
+        largest = float(jnp.finfo(gradient.dtype).max)
+        return jnp.where(finite, jnp.clip(update, -largest, largest), 0.0).astype(gradient.dtype)
+
+    return jax.tree.map(cast, updates, like)
 
 
 class CompressedMeanState(NamedTuple):
@@ -105,7 +111,8 @@ def compressed_mean(
       run where the axis is bound, on gradients not yet reduced over it.
 
     Raises:
-      ValueError: from ``init`` or ``update``, see ``scale_by_onebit_adam``.
+      ValueError, TypeError: from ``init`` or ``update``, as
+        ``scale_by_onebit_adam``.
 
     Example:
       >>> import optax, onebit_jax
@@ -166,6 +173,7 @@ def exact_mean(
 
     Raises:
       ValueError: for another ``wire_dtype``, and as ``compressed_mean``.
+      TypeError: as ``compressed_mean``.
 
     Example:
       >>> import optax, onebit_jax
@@ -215,6 +223,7 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: from ``update``, for an unbound axis or reduced gradients.
+      TypeError: from ``update``, for integer or complex gradients.
 
     Example:
       >>> import optax, onebit_jax

@@ -1,5 +1,6 @@
 """The short road: a jitted data-parallel train step for a Flax model."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onebit_jax import sync, workers
+from onebit_jax.wrappers import AccumulateState
 
 PyTree = Any
 
@@ -22,13 +25,18 @@ class TrainStep:
         self._step = jax.jit(step, donate_argnums=0)
         self._mesh = mesh
         self._axis_name = axis_name
+        self._shardings: dict[Any, list[NamedSharding]] = {}
+        axis = mesh.axis_names.index(axis_name)
+        rank = jax.process_index()
+        mine = {i[axis] for i, d in np.ndenumerate(mesh.devices) if d.process_index == rank}
+        self._workers_here = len(mine)
 
     def __call__(self, state: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Any:
         """One step: ``(state, metrics)``.
 
         Args:
           state: donated, so use the returned one. Put on the mesh if it is not
-            there yet.
+            there yet, see :meth:`place`.
           batch: pytree of arrays with a leading batch axis, cut into equal parts
             for the workers; with several processes, this process's part.
           rng: a key, folded with the worker's index, for a loss that takes one.
@@ -38,8 +46,7 @@ class TrainStep:
           replicated arrays with at least ``"loss"``.
 
         Raises:
-          ValueError: if the batch cannot be cut evenly, or the state is that of
-            another number of workers.
+          ValueError: if the batch cannot be cut evenly, or as :meth:`place`.
         """
         return self._step(self.place(state), self._place_batch(batch), rng)
 
@@ -48,7 +55,25 @@ class TrainStep:
         return self._step.lower(self.place(state), self._place_batch(batch), rng)
 
     def place(self, state: PyTree) -> PyTree:
-        """Puts a state on the mesh: per-worker leaves sharded, others replicated."""
+        """Puts a state on the mesh: per-worker leaves sharded, others replicated.
+
+        Args:
+          state: as the step takes it; with several processes the same on all.
+
+        Returns:
+          The same values as arrays over the mesh.
+
+        Raises:
+          ValueError: if the state is that of another number of workers, or
+            differs between processes.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        known = self._shardings.get(treedef)
+        if known is not None and all(
+            isinstance(x, jax.Array) and x.sharding == s
+            for x, s in zip(leaves, known, strict=True)
+        ):
+            return state
         size = self._mesh.shape[self._axis_name]
         for leaf in workers.per_worker_leaves(state):
             if leaf.shape[0] != size:
@@ -57,38 +82,62 @@ class TrainStep:
                     f"a leaf for {leaf.shape[0]} workers, the mesh axis "
                     f"{self._axis_name!r} has {size}",
                 )
-        specs = workers.state_specs(state, self._axis_name)
-        return jax.tree.map(self._put, state, specs)
-
-    def _put(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
-        sharding = NamedSharding(self._mesh, spec)
-        if isinstance(leaf, jax.Array):
-            if leaf.sharding == sharding:
-                return leaf
-            if jax.process_count() == 1 or not leaf.is_fully_addressable:
-                return jax.device_put(leaf, sharding)
-        # Every process has the whole of it and keeps its part.
-        host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        specs = jax.tree.leaves(
+            workers.state_specs(state, self._axis_name),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        shardings = [NamedSharding(self._mesh, spec) for spec in specs]
+        if jax.process_count() > 1:
+            _check_same_on_all_processes(leaves)
+        placed = [_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
+        self._shardings[treedef] = shardings
+        return jax.tree.unflatten(treedef, placed)
 
     def _place_batch(self, batch: PyTree) -> PyTree:
         sharding = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
-        parts = self._mesh.shape[self._axis_name] // jax.process_count()
 
         def put(leaf: Any) -> jax.Array:
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-                return leaf
+            parts = self._mesh.shape[self._axis_name] if _is_global(leaf) else self._workers_here
             shape = np.shape(leaf)
             if not shape or shape[0] % parts:
                 raise ValueError(
                     f"the batch must have a leading axis that {parts} workers can share "
                     f"equally, found a leaf of shape {shape}"
                 )
-            if jax.process_count() == 1:
+            if _is_global(leaf) or jax.process_count() == 1:
                 return jax.device_put(leaf, sharding)
             return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
         return jax.tree.map(put, batch)
+
+
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        return leaf
+    if jax.process_count() == 1 or _is_global(leaf):
+        return jax.device_put(leaf, sharding)
+    # Every process has the whole of it and keeps its part.
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _is_global(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def _check_same_on_all_processes(leaves: list[Any]) -> None:
+    """Refuses initial states that differ, from other seeds or checkpoints."""
+    checksum = 0
+    for leaf in leaves:
+        if not _is_global(leaf):
+            checksum = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum)
+    checksums = multihost_utils.process_allgather(np.uint32(checksum))
+    if len(set(checksums.tolist())) > 1:
+        raise ValueError(
+            "make_train_step: the processes hold different states "
+            f"(checksums {checksums.tolist()}). Initialise all of them with the same seed, "
+            "or restore the same checkpoint in all."
+        )
 
 
 def make_train_step(
@@ -106,7 +155,8 @@ def make_train_step(
     exchanges it, and all apply the same updates. The state is a Flax
     ``TrainState`` or a plain tuple ``(params, opt_state)``. Make the optimizer's
     state under ``with jax.set_mesh(mesh):``, so that ``tx.init`` knows the number
-    of workers.
+    of workers. ``tx.update`` also gets the mean loss as ``value=``, for parts of a
+    chain that look at it.
 
     A step that ``tx`` skips because of a NaN or Inf changes nothing in the state
     but the counts of rounds.
@@ -167,18 +217,15 @@ def make_train_step(
     def synchronise(state: Any, results: Any) -> Any:
         grads, model_state, metrics = jax.tree.map(lambda x: x[0], results)
         params, opt_state, old_model_state = _take(state, mutable)
-        updates, new_opt_state = tx.update(grads, opt_state, params)
-        new = (
-            optax.apply_updates(params, updates),
-            new_opt_state,
-            jax.tree.map(lambda x: _mean_state(x, axis_name), model_state),
-        )
+        model_state, metrics = _mean((model_state, metrics), axis_name)
+        updates, new_opt_state = tx.update(grads, opt_state, params, value=metrics["loss"])
+        new_params = optax.apply_updates(params, updates)
         skipped = sync.skipped_rounds(new_opt_state) > sync.skipped_rounds(opt_state)
-        params, opt_state, model_state = _hold(
-            skipped, (params, opt_state, old_model_state), new
-        )
-        new_state = _give(state, params, opt_state, model_state, ~skipped, mutable)
-        return new_state, lax.pmean(metrics, axis_name)
+        params, opt_state = _hold(skipped, (params, opt_state), (new_params, new_opt_state))
+        # Also bad before its gradients are exchanged, while they accumulate.
+        bad = skipped | ~_all_finite(model_state)
+        model_state = _hold(bad, old_model_state, model_state)
+        return _give(state, params, opt_state, model_state, ~skipped, mutable), metrics
 
     def step(state: Any, batch: Any, rng: Any) -> Any:
         params, opt_state, model_state = _take(state, mutable)
@@ -245,16 +292,39 @@ def _give(
     return (params, opt_state) if mutable is None else (params, opt_state, model_state)
 
 
-def _mean_state(x: jax.Array, axis_name: str) -> jax.Array:
-    """Mean of a statistic over the workers; counters are the same on all."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return lax.pmean(x, axis_name)
-    return lax.pmax(x, axis_name)
+def _mean(tree: Any, axis_name: str) -> Any:
+    """Means over the workers, in one exchange; counters are the same on all."""
+    leaves, treedef = jax.tree.flatten(tree)
+    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    means = lax.pmean([leaves[i] for i in floats], axis_name)
+    for i, mean in zip(floats, means, strict=True):
+        leaves[i] = mean
+    for i in set(range(len(leaves))) - set(floats):
+        leaves[i] = lax.pmax(leaves[i], axis_name)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return workers.all_agree([jnp.all(jnp.isfinite(x)) for x in leaves])
 
 
 def _hold(skipped: jax.Array, old: Any, new: Any) -> Any:
-    """``new``, or ``old`` with the counts of ``new`` if the step was skipped."""
-    is_rounds = lambda x: isinstance(x, sync.Rounds)
-    return jax.tree.map(
-        lambda o, n: n if is_rounds(n) else jnp.where(skipped, o, n), old, new, is_leaf=is_rounds
-    )
+    """``new``, or ``old`` with the skips and bytes of ``new`` if the step was skipped.
+
+    An accumulation goes on: its sum is spent, also where it was the bad one.
+    """
+    goes_on = (sync.Rounds, AccumulateState)
+
+    def hold(o: Any, n: Any) -> Any:
+        if isinstance(n, sync.Rounds):
+            # In a partition another group may have finished its round.
+            return n._replace(
+                exact=jnp.where(skipped, o.exact, n.exact),
+                onebit=jnp.where(skipped, o.onebit, n.onebit),
+            )
+        if isinstance(n, AccumulateState):
+            return n._replace(inner_state=_hold(skipped, o.inner_state, n.inner_state))
+        return jnp.where(skipped, o, n)
+
+    return jax.tree.map(hold, old, new, is_leaf=lambda x: isinstance(x, goes_on))

@@ -63,10 +63,6 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def freeze_after(exact_steps: int) -> VariancePolicy:
     """Exactly ``exact_steps`` exact rounds, then a frozen second moment.
 
@@ -74,6 +70,9 @@ def freeze_after(exact_steps: int) -> VariancePolicy:
 
     Args:
       exact_steps: length of the warm-up in steps, at least 1.
+
+    Returns:
+      A :class:`VariancePolicy` for ``variance=``.
 
     Raises:
       ValueError: if it is not an int of at least 1.
@@ -83,7 +82,7 @@ def freeze_after(exact_steps: int) -> VariancePolicy:
       >>> tx = onebit_jax.onebit_adam(1e-3, "data", variance=onebit_jax.freeze_after(500))
     """
     _require(
-        _is_count(exact_steps, 1),
+        workers.is_count(exact_steps),
         f"variance: the number of exact steps must be an int of at least 1, found {exact_steps!r}",
     )
 
@@ -122,6 +121,9 @@ def freeze_when_stable(
       min_steps: no freeze before; set it to the end of the learning-rate
         warm-up.
 
+    Returns:
+      A :class:`VariancePolicy` for ``variance=``.
+
     Raises:
       ValueError: for arguments outside of the above.
 
@@ -132,10 +134,10 @@ def freeze_when_stable(
     """
     _require(0 < threshold < 1, f"threshold must be in (0, 1), found {threshold!r}")
     _require(
-        window is None or _is_count(window, 1),
+        window is None or workers.is_count(window),
         f"window must be an int of at least 1 or None, found {window!r}",
     )
-    _require(_is_count(min_steps, 1), f"min_steps must be at least 1, found {min_steps!r}")
+    _require(workers.is_count(min_steps), f"min_steps must be at least 1, found {min_steps!r}")
 
     def init(b2: Any) -> StableState:
         steps = window
@@ -148,8 +150,10 @@ def freeze_when_stable(
         return StableState(jnp.zeros(steps, jnp.float32), jnp.bool_(False))
 
     def update(state: StableState, step: jax.Array, signals: Signals) -> tuple[Decision, Any]:
-        now, slot = signals.norm(), step % state.norms.shape[0]
+        slot = step % state.norms.shape[0]
         before = state.norms[slot]
+        # Once frozen there is nothing to measure.
+        now = jax.lax.cond(state.frozen, lambda: before, signals.norm)
         stable = (now >= threshold * before) & (before >= threshold * now) & (now > 0)
         # A slot is first filled at its own step; step 0 has no second moment yet.
         enough = (step >= min_steps) & (step > state.norms.shape[0])
@@ -182,8 +186,8 @@ def refresh(
     """Exact at first, then refreshed ever more rarely; the default.
 
     After the exact steps, the gap between refreshes is a fraction of the steps
-    so far (``step // every``, "proportional"), or doubles every ``every``
-    refreshes (0/1 Adam's T_v, Lu et al. 2023, arXiv 2202.06009). Either
+    up to the last one (``last // every``, "proportional"), or doubles every
+    ``every`` refreshes (0/1 Adam's T_v, Lu et al. 2023, arXiv 2202.06009). Either
     way a run of T steps has ``O(every * log T)`` exact rounds. A refresh
     after a gap of ``d`` steps decays the second moment by ``b2 ** d``, as if
     the steps between had seen the same gradient.
@@ -198,6 +202,9 @@ def refresh(
       until: no refresh from this step on. Default: they never end.
       grid: which gaps.
 
+    Returns:
+      A :class:`VariancePolicy` for ``variance=``.
+
     Raises:
       ValueError: for arguments outside of the above.
 
@@ -207,9 +214,11 @@ def refresh(
       >>> tx = onebit_jax.onebit_adam(1e-3, "data", variance=policy)
     """
     for name, value in (("every", every), ("exact_steps", exact_steps)):
-        _require(_is_count(value, 1), f"{name} must be an int of at least 1, found {value!r}")
+        _require(
+            workers.is_count(value), f"{name} must be an int of at least 1, found {value!r}"
+        )
     _require(
-        until is None or _is_count(until, exact_steps),
+        until is None or workers.is_count(until, exact_steps),
         f"until must be None or an int of at least exact_steps={exact_steps}, found {until!r}",
     )
     _require(

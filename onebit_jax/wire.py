@@ -5,7 +5,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from onebit_jax.sync import rounds_in
+from onebit_jax.sync import Rounds, rounds_in
+
+
+def _all_rounds(state: Any) -> list[Rounds]:
+    found = rounds_in(state)
+    if not found:
+        raise ValueError(
+            "no counts of rounds in this state: it is not that of onebit_adam, "
+            "compressed_mean or exact_mean, or was restored as plain dicts and lists "
+            "(restore it into the structure of tx.init)"
+        )
+    return found
+
+
+def _mine(x: Any) -> np.ndarray:
+    """What this process holds of an array."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = x.addressable_shards[0].data
+    return np.asarray(x)
 
 
 def bytes_sent(state: Any) -> int:
@@ -18,7 +36,11 @@ def bytes_sent(state: Any) -> int:
       state: an optimizer state, or a pytree around one.
 
     Returns:
-      The bytes, summed over all synchronising transformations in the state.
+      The bytes, summed over all synchronising transformations in the state. What
+      a train step averages besides (metrics, batch statistics) is not in it.
+
+    Raises:
+      ValueError: if the state holds none.
 
     Example:
       >>> import jax.numpy as jnp, onebit_jax
@@ -26,14 +48,8 @@ def bytes_sent(state: Any) -> int:
       >>> onebit_jax.bytes_sent(tx.init(jnp.zeros(8)))
       0
     """
-    total = 0
-    for rounds in rounds_in(state):
-        sent = rounds.sent
-        if isinstance(sent, jax.Array) and not sent.is_fully_addressable:
-            sent = sent.addressable_shards[0].data
-        low, high = np.asarray(sent).reshape(-1, 2)[0]
-        total += int(low) + (int(high) << 32)
-    return total
+    halves = [_mine(rounds.sent).reshape(-1, 2)[0] for rounds in _all_rounds(state)]
+    return sum(int(low) + (int(high) << 32) for low, high in halves)
 
 
 def metrics(state: Any) -> dict[str, Any]:
@@ -50,6 +66,9 @@ def metrics(state: Any) -> dict[str, Any]:
       ``exact_rounds``, ``onebit_rounds`` and ``skipped_rounds``, ints; and
       ``bytes_sent`` by each worker, an int.
 
+    Raises:
+      ValueError: if the state holds none.
+
     Example:
       >>> import jax.numpy as jnp, onebit_jax
       >>> tx = onebit_jax.onebit_adam(1e-3, axis_name=None, variance=1)
@@ -59,10 +78,9 @@ def metrics(state: Any) -> dict[str, Any]:
       >>> onebit_jax.metrics(state)["stage"], onebit_jax.metrics(state)["onebit_rounds"]
       ('1-bit', 2)
     """
-    # Replicated, so that the first entry is right under pmap's leading axis too.
-    first = lambda x: int(np.asarray(x).reshape(-1)[0])
+    # The same on all workers, so that the first will do, under pmap too.
     exact, onebit, skipped = (
-        sum(first(getattr(rounds, name)) for rounds in rounds_in(state))
+        sum(int(_mine(getattr(rounds, name)).reshape(-1)[0]) for rounds in _all_rounds(state))
         for name in ("exact", "onebit", "skipped")
     )
     return {

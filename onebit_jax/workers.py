@@ -5,13 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 PyTree = Any
 
 #: State fields whose arrays differ from worker to worker. Each has a leading
-#: worker axis: size 1 inside ``shard_map``, the number of workers outside.
+#: worker axis: size 1 inside ``shard_map``, the number of workers outside. They
+#: are told by name: parameters kept in a NamedTuple or dataclass (not a dict) must
+#: not have fields of these names.
 PER_WORKER_FIELDS = frozenset({"worker_error", "server_error", "worker_sum", "sent"})
 
 
@@ -19,6 +22,16 @@ def known_axes() -> str:
     """The axis names in reach, as words for an error message."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return ", ".join(repr(name) for name in names) if names else "none"
+
+
+def _bound_size(axis_name: str | None) -> int | None:
+    """Size of a bound axis, or None where it is not bound."""
+    if axis_name is None:
+        return None
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        return None
 
 
 def bound_axis_size(axis_name: str | None) -> int:
@@ -29,10 +42,10 @@ def bound_axis_size(axis_name: str | None) -> int:
     """
     if axis_name is None:
         return 1
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise _unbound(f"axis_name={axis_name!r}") from None
+    size = _bound_size(axis_name)
+    if size is None:
+        raise _unbound(f"axis_name={axis_name!r}")
+    return size
 
 
 def _unbound(what: str) -> ValueError:
@@ -51,12 +64,12 @@ def axis_size(axis_name: str | None) -> int:
     """
     if axis_name is None:
         return 1
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        mesh = jax.sharding.get_abstract_mesh()
-        if axis_name in mesh.axis_names:
-            return mesh.shape[axis_name]
+    size = _bound_size(axis_name)
+    if size is not None:
+        return size
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis_name in mesh.axis_names:
+        return mesh.shape[axis_name]
     raise ValueError(
         f"no size is known for axis_name={axis_name!r} (mesh axes in reach: {known_axes()}). "
         "Call init inside jax.shard_map or jax.pmap over that axis, or outside "
@@ -99,21 +112,13 @@ def per_worker(tree: PyTree, axis_name: str) -> PyTree:
 
     Raises:
       ValueError: if the axis is not bound.
+
+    Example: see ``examples/shard_map_by_hand.py``.
     """
     bound_axis_size(axis_name)
     if not tracks_axis(axis_name):
         return tree
     return jax.tree.map(lambda x: vary(jnp.asarray(x), frozenset({axis_name})), tree)
-
-
-def _is_bound(axis_name: str | None) -> bool:
-    if axis_name is None:
-        return False
-    try:
-        lax.axis_size(axis_name)
-    except NameError:
-        return False
-    return True
 
 
 def worker_zeros(like: Any, shape: tuple[int, ...], dtype: Any, axis_name: str | None) -> jax.Array:
@@ -122,7 +127,7 @@ def worker_zeros(like: Any, shape: tuple[int, ...], dtype: Any, axis_name: str |
     Their type varies over the axis and over whatever ``like`` varies over, as
     ``lax.cond`` and ``lax.scan`` ask of values that are updated later.
     """
-    if not _is_bound(axis_name):
+    if _bound_size(axis_name) is None:
         return jnp.zeros((axis_size(axis_name), *shape), dtype)
     zeros = jnp.zeros((1, *shape), dtype)
     if not tracks_axis(axis_name):
@@ -133,7 +138,7 @@ def worker_zeros(like: Any, shape: tuple[int, ...], dtype: Any, axis_name: str |
 def worker_zeros_like(p: Any, axis_name: str | None) -> jax.Array:
     """Float32 zeros ``(1 or w, *p.shape)`` that keep an explicit sharding of ``p``."""
     zeros = worker_zeros(p, jnp.shape(p), jnp.float32, axis_name)
-    if _is_bound(axis_name) or not _is_sharded(p):
+    if _bound_size(axis_name) is not None or not _is_sharded(p):
         return zeros
     spec = jax.typeof(p).sharding.spec
     return jax.sharding.reshard(zeros, PartitionSpec(None, *spec))
@@ -164,6 +169,11 @@ def sum_over_shards(parts: list[jax.Array], axis_name: str | None) -> jax.Array:
         axes = tuple(sorted(varying_axes(part) - {axis_name}))
         total = total + (lax.psum(part, axes) if axes else part)
     return total
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is an int, and no bool, of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def chunk_length(n: int, workers: int) -> int:
@@ -262,8 +272,9 @@ def wrong_worker_count(what: str, found: str) -> ValueError:
 
 
 def _field(path: tuple) -> str | None:
-    """The per-worker field that a path runs through, if any."""
+    """The per-worker field of a state that a path runs through, if any."""
     for key in path:
+        # DictKey has no name: a parameter in a dict may be called anything.
         name = getattr(key, "name", None)
         if name in PER_WORKER_FIELDS:
             return name
@@ -290,6 +301,17 @@ def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None
     Returns:
       A pytree of the structure of ``state``: ``P(axis_name)`` for per-worker
       leaves, ``P()`` (or the parameter's spec) for the others.
+
+    Raises:
+      ValueError: if ``param_specs`` is a single spec and not a container.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> tx = onebit_jax.compressed_mean("data")
+      >>> with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+      ...     state = tx.init(jnp.zeros(10))
+      >>> onebit_jax.state_specs(state, "data").errors.worker_error
+      PartitionSpec('data',)
     """
     treedef: Any = None
     if param_specs is not None:
@@ -328,33 +350,44 @@ def resize_workers(state: PyTree, new_size: int) -> PyTree:
 
     Args:
       state: optimizer state or a pytree around one, with global arrays (leading
-        axis of per-worker leaves = old number of workers), not model-parallel.
+        axis of per-worker leaves = old number of workers), all of them in reach
+        of this process, not model-parallel.
       new_size: the new number of workers.
 
     Returns:
-      The same structure; only the per-worker leaves differ.
+      The same structure; only the per-worker leaves differ, and are NumPy
+      arrays of the same dtypes.
 
     Raises:
       ValueError: if ``new_size`` is below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> tx = onebit_jax.onebit_adam(1e-3, "data")
+      >>> with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+      ...     state = tx.init(jnp.zeros(10))
+      >>> resized = onebit_jax.resize_workers(state, 2)
+      >>> resized[0].errors.worker_error.shape
+      (2, 10)
     """
     if new_size < 1:
         raise ValueError(f"new_size must be at least 1, found {new_size}")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves if _field(path)}
 
-    def resize(path: tuple, leaf: jax.Array) -> jax.Array:
+    def resize(path: tuple, leaf: Any) -> Any:
         field = _field(path)
         if field is None:
             return leaf
+        held = np.asarray(leaf)  # in NumPy: the old and the new sharding do not mix
         if field == "sent":
-            return jnp.broadcast_to(leaf[:1], (new_size, *leaf.shape[1:]))
+            return np.repeat(held[:1], new_size, axis=0)
         if field == "server_error":
             twin = jax.tree_util.keystr(path).replace(".server_error", ".worker_error")
             n = math.prod(shapes[twin][1:])
             length = chunk_length(n, new_size)
-            flat = leaf.reshape(-1)[:n]
-            return jnp.pad(flat, (0, new_size * length - n)).reshape(new_size, length)
-        mean = jnp.mean(leaf, axis=0, keepdims=True)
-        return jnp.broadcast_to(mean, (new_size, *leaf.shape[1:]))
+            flat = held.reshape(-1)[:n]
+            return np.pad(flat, (0, new_size * length - n)).reshape(new_size, length)
+        return np.repeat(held.mean(axis=0, keepdims=True), new_size, axis=0)
 
     return jax.tree.unflatten(treedef, [resize(path, leaf) for path, leaf in leaves])

@@ -111,7 +111,7 @@ def accumulate(
       >>> import onebit_jax
       >>> tx = onebit_jax.accumulate(onebit_jax.onebit_adam(1e-3, "data"), every_k=4)
     """
-    if not isinstance(every_k, int) or isinstance(every_k, bool) or every_k < 1:
+    if not workers.is_count(every_k):
         raise ValueError(f"every_k must be an int of at least 1, found {every_k!r}")
     inner = optax.with_extra_args_support(tx)
 

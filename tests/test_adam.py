@@ -11,7 +11,7 @@ import onebit_jax
 
 def gradients(w, steps, seed=0):
     rng = np.random.default_rng(seed)
-    shapes = {"w": (6, 50), "b": (3,), "s": (), "none": (0, 4)}
+    shapes = {"w": (6, 50), "b": (3,), "s": (), "empty": (0, 4)}
     return {k: rng.normal(size=(w, steps, *s)).astype(np.float32) for k, s in shapes.items()}
 
 
@@ -64,7 +64,7 @@ def test_before_the_first_1bit_round_it_is_adam(mode, w):
 
 def test_before_the_first_1bit_round_it_is_adamw():
     grads, params = gradients(4, 100), parameters()
-    mask = {"w": True, "b": False, "s": True, "none": True}
+    mask = {"w": True, "b": False, "s": True, "empty": True}
     schedule = optax.linear_schedule(1e-2, 1e-3, 100)
     tx = onebit_jax.onebit_adamw(schedule, AXIS, weight_decay=0.1, mask=mask, variance=100)
     trained, _ = train("vma", 4, tx, grads, params)
@@ -209,7 +209,15 @@ def test_leaf_dtypes_side_by_side():
     grads = {k: jnp.asarray(rng.choice([-6e4, 6e4], size=(2, 10, 40)), d)
              for k, d in dtypes.items()}
     params = {k: jnp.zeros(40, d) for k, d in dtypes.items()}
-    trained, state = train("vma", 2, onebit_jax.onebit_adam(1e-2, AXIS, variance=3), grads, params)
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=3)
+    trained, state = train("vma", 2, tx, grads, params)
+    mean = onebit_jax.compressed_mean(AXIS)
+    first = jax.tree.map(lambda g: g[:, 0], grads)
+    for direct in (tx, mean):
+        updates = run("vma", 2, lambda g, tx=direct: tx.update(g, tx.init(g))[0], first)
+        for name, dtype in dtypes.items():
+            assert updates[name].dtype == dtype
+            assert np.isfinite(np.asarray(updates[name], np.float32)).all()
     for name, dtype in dtypes.items():
         assert trained[name].dtype == dtype
         assert np.isfinite(np.asarray(trained[name], np.float32)).all()
@@ -266,7 +274,7 @@ def test_gradients_that_grow_suddenly_bring_exact_rounds_back(mode):
     tx = onebit_jax.onebit_adam(1.0, AXIS, variance=onebit_jax.refresh(exact_steps=20))
     trained, state = train(mode, 2, tx, {"x": grads}, {"x": np.zeros(600, np.float32)})
     updates = np.abs(np.diff(np.asarray(trained["x"])[0], axis=0))
-    assert updates.max() < 8.001
+    assert updates.max() < 8.001, "the limit"
     exact = np.diff(np.asarray(state[0].rounds.exact)[0], prepend=0)
     assert exact[:200].sum() < 70
     assert exact[201:233].all(), "as at the start of a run"
@@ -284,3 +292,28 @@ def test_a_few_cut_blocks_do_not():
     _, state = train("vma", 2, tx, {"x": grads}, {"x": np.zeros((64, 64), np.float32)})
     assert not np.asarray(state[0].cut).any()
     assert np.asarray(state[0].rounds.exact)[0, -1] < 110
+
+
+def test_the_limit_holds_from_the_second_step_on():
+    """Where the bias correction of the first moment is still large."""
+    grads = np.full((2, 10, 40), 1e-6, np.float32)
+    grads[:, 1:] = 1e3
+    tx = onebit_jax.onebit_adam(1.0, AXIS, variance=1)
+    trained, _ = train("vma", 2, tx, {"x": grads}, {"x": np.zeros(40, np.float32)})
+    updates = np.abs(np.diff(np.asarray(trained["x"])[0], axis=0))
+    np.testing.assert_allclose(updates, 8, rtol=1e-4)
+
+
+def test_none_leaves_on_a_mesh():
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=1)
+    grads = {"x": np.ones((2, 3, 5), np.float32), "frozen": None}
+    trained, _ = train("vma", 2, tx, grads, {"x": np.zeros(5, np.float32), "frozen": None})
+    assert trained["frozen"] is None
+    assert np.asarray(trained["x"]).any()
+
+
+def test_the_quantizer_must_be_one():
+    tx = onebit_jax.onebit_adam(1e-2, None, variance=1, quantizer=512)
+    state = tx.init(jnp.ones(3))
+    with pytest.raises(TypeError, match="quantizer must be a SignQuantizer, found 512"):
+        tx.update(jnp.ones(3), state)

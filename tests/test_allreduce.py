@@ -101,11 +101,13 @@ def test_without_a_mesh_it_is_one_worker():
 
 
 @pytest.mark.parametrize("w", [1, 2, 3, 5, 8])
-def test_replicas_are_identical_and_nothing_is_lost(w):
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_replicas_are_identical_and_nothing_is_lost(w, preconditioned):
     """Sum of outputs + mean worker error + server error = sum of mean inputs."""
     rng = np.random.default_rng(w)
     values = rng.normal(size=(w, 50, 1111)).astype(np.float32)
-    means, errors, _ = rounds_on_workers("vma", w, values, onebit_jax.SignQuantizer())
+    divisor = rng.uniform(0.5, 2, size=1111).astype(np.float32) if preconditioned else None
+    means, errors, _ = rounds_on_workers("vma", w, values, onebit_jax.SignQuantizer(), divisor)
     means = np.asarray(means)
     for replica in means[1:]:
         np.testing.assert_array_equal(replica, means[0])
@@ -115,6 +117,17 @@ def test_replicas_are_identical_and_nothing_is_lost(w):
         total = means[0, : t + 1].sum(axis=0, dtype=np.float64) + worker + server
         expected = values[:, : t + 1].mean(axis=0, dtype=np.float64).sum(axis=0)
         np.testing.assert_allclose(total, expected, atol=1e-4)
+
+
+def test_more_workers_than_are_unrolled():
+    w, n = allreduce.UNROLLED_WORKERS + 8, 3000
+    values = np.random.default_rng(0).normal(size=(w, 3, n)).astype(np.float32)
+    means, _, _ = rounds_on_workers("vmap", w, values, onebit_jax.SignQuantizer())
+    reference = oracle.CompressedMean(n, w)
+    for t in range(3):
+        hint = np.asarray(means)[0, t]
+        expected = reference.step(values[:, t].astype(np.float64), mean_hint=hint)
+        np.testing.assert_allclose(np.asarray(means)[5, t], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 10])

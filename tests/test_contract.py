@@ -124,6 +124,18 @@ def test_map_params_is_a_no_op_for_the_identity(name):
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
 
 
+def test_multi_steps_without_a_mesh():
+    """Nothing is exchanged there, so Optax's own accumulation is fine."""
+    tx = optax.MultiSteps(onebit_jax.onebit_adam(1e-2, None), 2)
+    params = jnp.ones(3)
+    state = tx.init(params)
+    moved = []
+    for _ in range(4):
+        updates, state = tx.update(params, state, params)
+        moved.append(bool(jnp.any(updates != 0)))
+    assert moved == [False, True, False, True]
+
+
 @every_optimizer
 def test_init_takes_shapes(name):
     state = OPTIMIZERS[name]().init(jax.ShapeDtypeStruct((2, 4, 8), jnp.float32))

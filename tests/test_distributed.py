@@ -30,7 +30,7 @@ def test_two_processes_equal_one_with_two_devices(tmp_path):
     exact, onebit, skipped = first["rounds"]
     assert exact > 5
     assert onebit > 10
-    assert skipped == 0
+    assert skipped == 1, "the NaN of the last process"
     assert first["losses"][-1] < 0.8 * first["losses"][0]
 
 

@@ -15,6 +15,8 @@ def test_python_blocks_run(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     if page.name == "README.md":
         assert blocks
+    assert len(page.read_text()) > 500
+    assert "_TABLE" not in page.read_text(), "a table is still to be measured"
     namespace = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in blocks:

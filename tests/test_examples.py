@@ -1,6 +1,8 @@
 import gzip
 import json
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import processes
@@ -64,9 +66,39 @@ def test_cnn_reads_idx_files(tmp_path, compress):
     assert held.shape == (50, 12, 12, 1)
     assert abs(images.mean()) < 1e-4
     np.testing.assert_array_equal(held_labels, labels)
+
+
+def test_cnn_says_what_is_wrong_with_a_folder(tmp_path):
+    import cnn
+
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"junk")
-    with pytest.raises(SystemExit, match="no file train-labels|not an IDX file"):
-        cnn.load(tmp_path) if not compress else cnn.read_idx(tmp_path / "train-images-idx3-ubyte")
+    with pytest.raises(SystemExit, match="not an IDX file of unsigned bytes"):
+        cnn.load(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").unlink()
+    with pytest.raises(SystemExit, match=r"no file train-images\*ubyte"):
+        cnn.load(tmp_path)
+
+
+def test_workers_must_divide_the_batch():
+    failed = subprocess.run(
+        [sys.executable, EXAMPLES / "lm.py", "--workers", "3"], capture_output=True, text=True
+    )
+    assert failed.returncode == 1
+    assert "--workers must divide the batch of 16, found 3" in failed.stderr
+
+
+def test_results_table_means_over_seeds(tmp_path):
+    paths = []
+    for seed, loss in ((0, 1.0), (1, 2.0)):
+        runs = [
+            {"optimizer": name, "seed": seed, "eval_loss": loss, "exact_rounds": 10,
+             "onebit_rounds": 0, "bytes_sent": sent}
+            for name, sent in (("adam", 8e6), ("onebit_adam", 1e6))
+        ]
+        paths.append(tmp_path / f"{seed}.json")
+        paths[-1].write_text(json.dumps({"runs": runs}))
+    (output,) = processes.run_all([[EXAMPLES / "results_table.py", *paths]])
+    assert "| onebit_adam | mean | 1.5000 | 10 | 0 | 1 | 8.0x |" in output
 
 
 def test_by_hand_is_short_and_trains():

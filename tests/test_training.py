@@ -184,6 +184,79 @@ def test_a_skipped_step_changes_nothing_but_counts(make):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
 
 
+@pytest.mark.parametrize("bad_batch", [3, 4, 5])
+def test_a_bad_micro_batch_is_forgotten_after_its_exchange(bad_batch):
+    tx = onebit_jax.accumulate(onebit_jax.onebit_adam(0.05, AXIS, variance=2), 3)
+    step = onebit_jax.make_train_step(loss_fn, tx, mesh(2))
+    with jax.set_mesh(mesh(2)):
+        state = (fresh(), tx.init(fresh()))
+    bad = np.full_like(X, np.nan)
+    for t in range(12):
+        before = np.asarray(state[0]["w"])
+        state, _ = step(state, (bad if t == bad_batch else X, Y))
+        moved = (np.asarray(state[0]["w"]) != before).any()
+        assert moved == (t in (2, 8, 11))
+    done = onebit_jax.metrics(state)
+    assert (done["exact_rounds"], done["onebit_rounds"], done["skipped_rounds"]) == (2, 1, 1)
+
+
+def test_batch_statistics_survive_a_bad_micro_batch():
+    def loss(params, stats, batch):
+        x, y = batch
+        out = x @ params["w"] + params["b"][None]
+        return jnp.mean((out - y) ** 2), {"mean": 0.9 * stats["mean"] + 0.1 * x.mean()}
+
+    tx = onebit_jax.accumulate(onebit_jax.onebit_adam(0.05, AXIS), 3)
+    step = onebit_jax.make_train_step(loss, tx, mesh(2), mutable="stats")
+    with jax.set_mesh(mesh(2)):
+        state = (fresh(), tx.init(fresh()), {"mean": jnp.zeros(())})
+    for t in range(6):
+        state, _ = step(state, (np.full_like(X, np.nan) if t == 1 else X, Y))
+        assert np.isfinite(np.asarray(state[2]["mean"]))
+
+
+def test_the_mean_loss_reaches_the_chain_as_value():
+    with jax.numpy_dtype_promotion("standard"):
+        tx = optax.chain(
+            onebit_jax.onebit_adam(0.05, AXIS), optax.contrib.reduce_on_plateau(patience=1)
+        )
+        step = onebit_jax.make_train_step(loss_fn, tx, mesh(2))
+        with jax.set_mesh(mesh(2)):
+            state = (fresh(), tx.init(fresh()))
+        state, metrics = step(state, (X, Y))
+    np.testing.assert_allclose(state[1][1].best_value, metrics["loss"], rtol=1e-6)
+
+
+def test_a_state_from_a_mesh_can_be_resized_and_used():
+    tx = onebit_jax.onebit_adam(0.05, AXIS, variance=2)
+    (params, state), _ = train(tx, 4, steps=6, axis_type=AxisType.Explicit)
+    resized = onebit_jax.resize_workers((params, state), 3)
+    step = onebit_jax.make_train_step(loss_fn, tx, mesh(3))
+    new, _ = step(resized, (X, Y))
+    assert onebit_jax.metrics(new)["onebit_rounds"] == 5
+    assert new[1][0].errors.worker_error["w"].shape == (3, 6, 2)
+
+
+def test_a_group_that_finished_its_round_is_held_with_the_other():
+    tx = optax.partition(
+        {"one": onebit_jax.onebit_adam(0.05, AXIS), "two": onebit_jax.onebit_adam(0.05, AXIS)},
+        {"w": "one", "b": "two"},
+    )
+    loss = lambda p, b: jnp.sum(p["b"]) + jnp.mean(b[0] @ p["w"])
+    step = onebit_jax.make_train_step(loss, tx, mesh(2))
+    with jax.set_mesh(mesh(2)):
+        state = (fresh(), tx.init(fresh()))
+    state, _ = step(state, (np.full_like(X, np.nan), Y))
+    done = onebit_jax.metrics(state)
+    assert (done["exact_rounds"], done["skipped_rounds"]) == (0, 1)
+    assert not np.asarray(state[0]["b"]).any()
+
+
+def test_metrics_of_a_foreign_state():
+    with pytest.raises(ValueError, match="no counts of rounds in this state"):
+        onebit_jax.metrics(optax.adam(1e-3).init(fresh()))
+
+
 def test_a_skipped_step_keeps_flax_step_and_batch_statistics():
     tx = onebit_jax.onebit_adam(0.02, AXIS)
     variables = Model().init(jax.random.key(0), X[:1], train=False)

@@ -60,6 +60,29 @@ def compiled_step(w, params, variance, check_vma=True, **options):
     return jax.jit(mapped, donate_argnums=(0, 1)).lower(shapes, state, grads).compile()
 
 
+@pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
+def test_the_train_step_sends_what_the_optimizer_sends(axis_type):
+    """One exchange of bits, and one all-reduce for the loss; also accumulated."""
+    params = {"w": jnp.zeros((64, 64))}
+    loss_fn = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+    on = mesh(4, axis_type)
+    for every_k in (1, 4):
+        tx = onebit_jax.onebit_adam(1e-3, AXIS, variance=always(False))
+        tx = onebit_jax.accumulate(tx, every_k) if every_k > 1 else tx
+        step = onebit_jax.make_train_step(loss_fn, tx, on)
+        with jax.set_mesh(on):
+            state = (params, tx.init(params))
+        compiled = step.lower(state, jnp.ones((8, 64))).compile()
+        found = collectives(compiled)
+        assert sorted(op for op, types, _ in found if types == {"u32"}) == [
+            "all-gather", "all-to-all",
+        ]
+        assert sum(size for _, types, size in found if types == {"f32"}) == 4
+        entry = compiled.as_text().split("\nENTRY ")[1].split("\n}")[0]
+        in_every_step = "all-to-all(" in entry
+        assert in_every_step == (every_k == 1), "else only when the sum is complete"
+
+
 def leaves(shapes):
     return {f"p{i}": np.zeros(s, np.float32) for i, s in enumerate(shapes)}
 

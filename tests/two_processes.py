@@ -7,6 +7,7 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
 import onebit_jax
 
@@ -25,12 +26,19 @@ def main(coordinator, count, rank, out):
     tx = onebit_jax.onebit_adamw(1e-2, "data", variance=onebit_jax.refresh(4, exact_steps=5))
     step = onebit_jax.make_train_step(loss_fn, tx, mesh)
     with jax.set_mesh(mesh):
-        state = step.place((params, tx.init(params)))
+        state = (params, tx.init(params))
+        if jax.process_count() > 1:
+            other = dict(params, b=params["b"] + jax.process_index())
+            with pytest.raises(ValueError, match="the processes hold different states"):
+                step.place((other, state[1]))
     rows = len(x) // jax.process_count()
     mine = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
     losses = []
-    for _ in range(40):
-        state, metrics = step(state, (x[mine], y[mine]))
+    for t in range(40):
+        part = x[mine].copy()
+        if t == 20 and jax.process_index() == jax.process_count() - 1:
+            part[-1, 0] = np.nan
+        state, metrics = step(step.place(state), (part, y[mine]))
         losses.append(float(metrics["loss"]))
     params, opt_state = state
     np.savez(
