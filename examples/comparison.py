@@ -216,13 +216,11 @@ def _plot(runs: list[dict], path: pathlib.Path) -> None:
         steps, sent, _, loss = np.asarray(run["curve"]).T
         by_step.plot(steps, loss, marker=".", label=run["optimizer"])
         by_bytes.plot(sent / 1e6, loss, marker=".", label=run["optimizer"])
-    by_step.set(xlabel="steps", ylabel="held-out loss", yscale="log")
+    by_step.set(xlabel="steps", ylabel="held-out loss")
     by_bytes.set(xlabel="MB sent per worker")
-    if any(run["bytes_sent"] for run in runs):
-        by_bytes.set_xscale("log")
     by_step.legend()
     for axes in (by_step, by_bytes):
-        axes.grid(alpha=0.3, which="both")
+        axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
