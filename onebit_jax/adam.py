@@ -136,15 +136,16 @@ def scale_by_onebit_adam(
         signals = policies.Signals(nu_norm, state.cut)
         decision, variance_state = policy.update(state.variance, state.count, signals)
 
+        def moved_mu(gradients: optax.Updates) -> optax.Updates:
+            return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, gradients)
+
         def exact_round() -> tuple[Any, ...]:
             mean, finite = allreduce.exact_allreduce(gradients, axis_name)
             keep, take = policies.decay_over(b2, decision.gap)
-            mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, mean)
             nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), state.nu, mean)
-            hold = lambda new, old: jnp.where(finite, new, old)
             return (
-                jax.tree.map(hold, mu, old_mu),
-                jax.tree.map(hold, nu, state.nu),
+                optax.tree.where(finite, moved_mu(mean), old_mu),
+                optax.tree.where(finite, nu, state.nu),
                 state.nu_count + jnp.where(finite, decision.gap, 0),
                 state.errors,
                 finite,
@@ -152,7 +153,6 @@ def scale_by_onebit_adam(
             )
 
         def onebit_round() -> tuple[Any, ...]:
-            local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, gradients)
             divisors = None
             if precondition:
                 nu_hat = policies.floored(corrected(state.nu, state.nu_count), variance_floor)
@@ -160,10 +160,10 @@ def scale_by_onebit_adam(
             # On the momentum, so that the corrected one stays below the limit.
             limit = UPDATE_LIMIT * mu_correction(state.count + 1)
             mu, errors, finite, cut = allreduce.compressed_allreduce(
-                local, state.errors, axis_name, quantizer, divisors,
+                moved_mu(gradients), state.errors, axis_name, quantizer, divisors,
                 limit=limit if precondition else None,
             )
-            mu = jax.tree.map(lambda new, old: jnp.where(finite, new, old), mu, old_mu)
+            mu = optax.tree.where(finite, mu, old_mu)
             return mu, state.nu, state.nu_count, errors, finite, cut
 
         exact = decision.exact
@@ -194,9 +194,7 @@ def scale_by_onebit_adam(
             nu=nu,
             nu_count=nu_count,
             errors=errors,
-            variance=jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), variance_state, state.variance
-            ),
+            variance=optax.tree.where(finite, variance_state, state.variance),
             cut=jnp.where(finite, cut > CUT_SHARE, state.cut),
             rounds=sync.count_round(state.rounds, exact, finite, n_bytes),
         )
@@ -422,7 +420,6 @@ def _chain_held(
         skipped = first_state.rounds.skipped > state[0].rounds.skipped
         updates, after_state = after.update(updates, state[1:], params, **extra_args)
         updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
-        hold = lambda old, new: jnp.where(skipped, old, new)
-        return updates, (first_state, *jax.tree.map(hold, state[1:], after_state))
+        return updates, (first_state, *optax.tree.where(skipped, state[1:], after_state))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -21,12 +21,18 @@ def train(tmp_path, count, devices):
     return [np.load(out) for out in outs]
 
 
-def test_two_processes_equal_one_with_two_devices(tmp_path):
-    (alone,) = train(tmp_path, 1, 2)
-    first, second = train(tmp_path, 2, 1)
+def two_equal_one(tmp_path, devices):
+    """Two processes agree to the bit, and with one process of all their devices."""
+    (alone,) = train(tmp_path, 1, 2 * devices)
+    first, second = train(tmp_path, 2, devices)
     for name in ("w", "b", "losses", "sent", "rounds"):
         np.testing.assert_array_equal(first[name], second[name])
         np.testing.assert_allclose(first[name], alone[name], rtol=1e-5, atol=1e-6)
+    return first
+
+
+def test_two_processes_equal_one_with_two_devices(tmp_path):
+    first = two_equal_one(tmp_path, devices=1)
     exact, onebit, skipped = first["rounds"]
     assert exact > 5
     assert onebit > 10
@@ -36,11 +42,7 @@ def test_two_processes_equal_one_with_two_devices(tmp_path):
 
 @pytest.mark.slow
 def test_four_devices_in_two_processes(tmp_path):
-    (alone,) = train(tmp_path, 1, 4)
-    first, second = train(tmp_path, 2, 2)
-    for name in ("w", "b", "losses", "sent", "rounds"):
-        np.testing.assert_array_equal(first[name], second[name])
-        np.testing.assert_allclose(first[name], alone[name], rtol=1e-5, atol=1e-6)
+    two_equal_one(tmp_path, devices=2)
 
 
 @pytest.mark.slow

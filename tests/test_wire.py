@@ -40,8 +40,8 @@ def always(exact):
     return VariancePolicy(lambda b2: (), lambda s, t, signals: (Decision(exact, jnp.int32(1)), s))
 
 
-def compiled_step(w, params, variance, check_vma=True, **options):
-    tx = onebit_jax.onebit_adam(1e-3, AXIS, variance=variance, **options)
+def compiled_step(w, params, variance):
+    tx = onebit_jax.onebit_adam(1e-3, AXIS, variance=variance)
     with jax.set_mesh(mesh(w)):
         state = jax.eval_shape(tx.init, params)
     specs = onebit_jax.state_specs(state, AXIS)
@@ -52,8 +52,7 @@ def compiled_step(w, params, variance, check_vma=True, **options):
         return jax.tree.map(jnp.add, params, updates), state
 
     mapped = jax.shard_map(
-        step, mesh=mesh(w), in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs),
-        check_vma=check_vma,
+        step, mesh=mesh(w), in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs)
     )
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((w, *p.shape), jnp.float32), params)
