@@ -1,5 +1,7 @@
 """1-bit Adam: Adam whose momentum is averaged in one bit per entry."""
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +10,7 @@ import optax
 from jax import lax
 
 from onebit_jax import allreduce, sync, variance as policies, workers, wrappers
-from onebit_jax.allreduce import ErrorFeedback
+from onebit_jax.allreduce import ErrorFeedback, Lazy, Spans
 from onebit_jax.quantize import SignQuantizer
 from onebit_jax.sync import Rounds
 from onebit_jax.variance import VariancePolicy
@@ -31,6 +33,8 @@ class ScaleByOnebitAdamState(NamedTuple):
       count: int32 ``()``, finished steps; skipped ones do not count.
       mu: first moment, like the parameters, float32 or ``mu_dtype``.
       nu: second moment, like the parameters, float32.
+      nu_spans: float32 ``(ceil(n / 512),)`` for each leaf of ``n`` entries, means
+        of ``nu`` over 512 entries in a row, to which its floor is relative.
       nu_count: int32 ``()``, steps of decay that ``nu`` has had.
       errors: worker and server errors, one per worker.
       variance: state of the variance policy.
@@ -41,11 +45,36 @@ class ScaleByOnebitAdamState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in Optax
     mu: optax.Updates
     nu: optax.Updates
+    nu_spans: optax.Updates
     nu_count: jax.Array
     errors: ErrorFeedback
     variance: Any
     cut: jax.Array
     rounds: Rounds
+
+
+class _Moments(NamedTuple):
+    """What a round changes, as :class:`ScaleByOnebitAdamState` has it."""
+
+    mu: Any
+    nu: Any
+    nu_spans: Any
+    nu_count: jax.Array
+    errors: ErrorFeedback
+    finite: jax.Array
+    cut: jax.Array
+
+
+def _if(condition: Any, body: Callable[[Any], Any], carry: Any) -> Any:
+    """``body(carry)`` if so, else ``carry``, where ``lax.cond`` would copy it.
+
+    A loop of at most one turn is updated in place. A Python bool decides when
+    compiling.
+    """
+    if isinstance(condition, bool):
+        return body(carry) if condition else carry
+    once = lambda loop: (jnp.bool_(False), body(loop[1]))
+    return lax.while_loop(lambda loop: loop[0], once, (condition, carry))[1]
 
 
 def scale_by_onebit_adam(
@@ -94,11 +123,16 @@ def scale_by_onebit_adam(
     policy = policies.as_policy(variance)
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
 
+    def init_spans(p: Any) -> jax.Array:
+        spans = -(-math.prod(jnp.shape(p)) // policies.FLOOR_SPAN)
+        return workers.vary(jnp.zeros(spans, jnp.float32), workers.varying_axes(p))
+
     def init(params: optax.Params) -> ScaleByOnebitAdamState:
         return ScaleByOnebitAdamState(
             count=jnp.zeros((), jnp.int32),
             mu=optax.tree.zeros_like(params, dtype=mu_dtype or jnp.float32),
             nu=optax.tree.zeros_like(params, dtype=jnp.float32),
+            nu_spans=jax.tree.map(init_spans, params),
             nu_count=jnp.zeros((), jnp.int32),
             errors=allreduce.init_errors(params, axis_name),
             variance=policy.init(b2),
@@ -116,72 +150,84 @@ def scale_by_onebit_adam(
         wrappers.refuse_wrappers(updates, axis_name)
         workers.check_updates(updates, axis_name)
         workers.check_tree(updates, state.errors.worker_error, "onebit_adam")
-        gradients = optax.tree.cast(updates, jnp.float32)
-        old_mu = optax.tree.cast(state.mu, jnp.float32)
-
-        def corrected(nu: optax.Updates, nu_count: jax.Array) -> optax.Updates:
+        def nu_correction(nu_count: jax.Array) -> jax.Array:
             if not bias_correction:
-                return nu
+                return jnp.float32(1)
             # A policy of one's own may start with 1-bit rounds: then nu is 0.
-            correction = policies.bias_correction(b2, jnp.maximum(nu_count, 1))
-            return jax.tree.map(lambda v: v / correction, nu)
+            return policies.bias_correction(b2, jnp.maximum(nu_count, 1))
 
         def mu_correction(count: jax.Array) -> jax.Array:
             return policies.bias_correction(b1, count) if bias_correction else jnp.float32(1)
 
         def nu_norm() -> jax.Array:
-            norms = jax.tree.map(jnp.sum, corrected(state.nu, state.nu_count))
-            return workers.sum_over_shards(jax.tree.leaves(norms), axis_name)
+            norms = [jnp.sum(v) for v in jax.tree.leaves(state.nu)]
+            return workers.sum_over_shards(norms, axis_name) / nu_correction(state.nu_count)
 
         signals = policies.Signals(nu_norm, state.cut)
         decision, variance_state = policy.update(state.variance, state.count, signals)
 
-        def moved_mu(gradients: optax.Updates) -> optax.Updates:
-            return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, old_mu, gradients)
+        def moved_mu(m: jax.Array, g: jax.Array) -> jax.Array:
+            return b1 * m + (1 - b1) * g
 
-        def exact_round() -> tuple[Any, ...]:
-            mean, finite = allreduce.exact_allreduce(gradients, axis_name)
+        def exact_round(moments: _Moments) -> _Moments:
+            mean, finite = allreduce.exact_allreduce(updates, axis_name)
             keep, take = policies.decay_over(b2, decision.gap)
-            nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), state.nu, mean)
-            return (
-                optax.tree.where(finite, moved_mu(mean), old_mu),
-                optax.tree.where(finite, nu, state.nu),
-                state.nu_count + jnp.where(finite, decision.gap, 0),
-                state.errors,
-                finite,
-                jnp.float32(0),
+            mu = jax.tree.map(moved_mu, moments.mu, mean)
+            nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), moments.nu, mean)
+            nu = optax.tree.where(finite, nu, moments.nu)
+            return _Moments(
+                optax.tree.where(finite, mu, moments.mu), nu,
+                jax.tree.map(policies.span_means, nu),
+                moments.nu_count + jnp.where(finite, decision.gap, 0),
+                moments.errors, finite, jnp.float32(0),
             )
 
-        def onebit_round() -> tuple[Any, ...]:
-            divisors = None
+        def onebit_round(moments: _Moments) -> _Moments:
+            values = jax.tree.map(
+                lambda m, g: Lazy(lambda m, g: moved_mu(m, g.astype(jnp.float32)), (m, g)),
+                moments.mu, updates,
+            )
+            divisors, limit = None, None
             if precondition:
-                nu_hat = policies.floored(corrected(state.nu, state.nu_count), variance_floor)
-                divisors = jax.tree.map(lambda v: jnp.sqrt(v) + eps, nu_hat)
-            # On the momentum, so that the corrected one stays below the limit.
-            limit = UPDATE_LIMIT * mu_correction(state.count + 1)
-            mu, errors, finite, cut = allreduce.compressed_allreduce(
-                moved_mu(gradients), state.errors, axis_name, quantizer, divisors,
-                limit=limit if precondition else None,
-            )
-            mu = optax.tree.where(finite, mu, old_mu)
-            return mu, state.nu, state.nu_count, errors, finite, cut
+                correction = 1 / nu_correction(moments.nu_count)
 
+                def divisor(v: jax.Array, floor: jax.Array) -> jax.Array:
+                    return jnp.sqrt(jnp.maximum(v, floor) * correction) + eps
+
+                divisors = jax.tree.map(
+                    lambda v, spans: Lazy(divisor, (v, Spans(variance_floor * spans))),
+                    moments.nu, moments.nu_spans,
+                )
+                # On the momentum, so that the corrected one stays below the limit.
+                limit = UPDATE_LIMIT * mu_correction(state.count + 1)
+            mu, errors, finite, cut = allreduce.compressed_allreduce(
+                values, moments.errors, axis_name, quantizer, divisors, limit, moments.mu
+            )
+            return moments._replace(mu=mu, errors=errors, finite=finite, cut=cut)
+
+        moments = _Moments(
+            optax.tree.cast(state.mu, jnp.float32), state.nu, state.nu_spans, state.nu_count,
+            state.errors, jnp.bool_(True), jnp.float32(0),
+        )
         exact = decision.exact
-        if isinstance(exact, bool):
-            result = exact_round() if exact else onebit_round()
-        else:
-            result = lax.cond(exact, exact_round, onebit_round)
-        mu, nu, nu_count, errors, finite, cut = result
+        otherwise = not exact if isinstance(exact, bool) else ~exact
+        moments = _if(exact, exact_round, moments)
+        moments = _if(otherwise, onebit_round, moments)
+        finite = moments.finite
 
         count = jnp.where(finite, optax.safe_increment(state.count), state.count)
         # At least 1, for a skipped first step.
         correction = mu_correction(jnp.maximum(count, 1))
-        mu_hat = jax.tree.map(lambda m: m / correction, mu)
-        compressed = (state.rounds.onebit > 0) | ~jnp.asarray(exact)
-        nu_hat = corrected(nu, nu_count)
+        nu_corrected = nu_correction(moments.nu_count)
+        compressed = (state.rounds.onebit > 0) | otherwise
         # The momentum carries the noise of the floored divisor from then on.
-        nu_hat = policies.floored(nu_hat, jnp.where(compressed, variance_floor, 0.0))
-        directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
+        floor = jnp.where(compressed, variance_floor, 0.0)
+
+        def direction(m: jax.Array, v: jax.Array, spans: jax.Array) -> jax.Array:
+            v_hat = jnp.maximum(v, policies.over_spans(floor * spans, v)) / nu_corrected
+            return m / correction / (jnp.sqrt(v_hat) + eps)
+
+        directions = jax.tree.map(direction, moments.mu, moments.nu, moments.nu_spans)
 
         w = workers.bound_axis_size(axis_name)
         n_bytes = (
@@ -190,12 +236,13 @@ def scale_by_onebit_adam(
         )
         new_state = ScaleByOnebitAdamState(
             count=count,
-            mu=jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu),
-            nu=nu,
-            nu_count=nu_count,
-            errors=errors,
+            mu=jax.tree.map(lambda m, old: m.astype(old.dtype), moments.mu, state.mu),
+            nu=moments.nu,
+            nu_spans=moments.nu_spans,
+            nu_count=moments.nu_count,
+            errors=moments.errors,
             variance=optax.tree.where(finite, variance_state, state.variance),
-            cut=jnp.where(finite, cut > CUT_SHARE, state.cut),
+            cut=jnp.where(finite, moments.cut > CUT_SHARE, state.cut),
             rounds=sync.count_round(state.rounds, exact, finite, n_bytes),
         )
         return sync.zero_unless(finite, directions, updates), new_state

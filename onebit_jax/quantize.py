@@ -1,10 +1,12 @@
 """The blockwise sign quantizer ``Q(x) = scale_b * sign(x)``; no devices here."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from onebit_jax import packing
 
@@ -75,94 +77,73 @@ class SignQuantizer:
         assert self.block_size is not None
         return self.block_size // packing.WORD_BITS
 
-    def encode(
-        self,
-        x: jax.Array,
-        divisor: jax.Array | None = None,
-        count: jax.Array | None = None,
-    ) -> Encoded:
-        """Quantizes ``x``, or ``x / divisor`` where a divisor is given.
+    def encode(self, x: jax.Array) -> Encoded:
+        """Quantizes the last axis of ``x``, a real array ``(..., n)``.
 
-        Args:
-          x: real array ``(..., n)``. Leading axes are chunks of one leaf: with
-            ``block_size=None`` they share one scale, repeated for each chunk.
-          divisor: positive array of the shape of ``x``, the preconditioner.
-          count: int array ``x.shape[:-1]``, how many leading entries of each
-            chunk are real; the others must be 0. Default: all.
-
-        Returns:
-          The words and float32 scales, of ``x / divisor``.
+        With ``block_size=None`` all rows share one scale, repeated for each.
         """
-        y = x.astype(jnp.float32)
-        if divisor is not None:
-            y = y / divisor.astype(jnp.float32)
-        planes = packing.to_planes(y)
-        words = packing.pack_planes(planes)
-        size = jnp.abs(planes) if self.scale == "mean_abs" else jnp.square(planes)
-        if count is None:
-            count = jnp.full(x.shape[:-1], x.shape[-1], jnp.int32)
-        total = self._block_sums(jnp.sum(size, axis=-2))
-        entries = self._block_sums(_entries_per_word(count, words.shape[-1]))
-        mean = total / jnp.maximum(entries, 1).astype(jnp.float32)
-        scales = jnp.sqrt(mean) if self.scale == "rms" else mean
-        return Encoded(words, scales * jnp.float32(self.gain))
-
-    def decode(
-        self,
-        words: jax.Array,
-        scales: jax.Array,
-        n: int,
-        divisor: jax.Array | None = None,
-    ) -> jax.Array:
-        """Inverse of :meth:`encode`.
-
-        Args:
-          words: uint32 ``(..., ceil(n / 32))``.
-          scales: float32 ``(..., blocks)``.
-          n: entries per row.
-          divisor: the one given to :meth:`encode`, ``(..., n)``.
-
-        Returns:
-          float32 array ``(..., n)``.
-        """
-        planes = self._signed(packing.unpack_planes(words), scales)
-        y = packing.from_planes(planes, n)
-        return y if divisor is None else y * divisor.astype(jnp.float32)
-
-    def quantized(self, x: jax.Array, scales: jax.Array, divisor: jax.Array | None) -> jax.Array:
-        """What :meth:`decode` gives for an encoded ``x``, without its bits."""
+        x = x.astype(jnp.float32)
+        n = x.shape[-1]
         planes = packing.to_planes(x)
-        y = packing.from_planes(self._signed(planes >= 0, scales), x.shape[-1])
-        return y if divisor is None else y * divisor.astype(jnp.float32)
+        words = packing.pack_planes(planes).reshape(*x.shape[:-1], packing.words_for(n))
+        sizes = self.sizes(planes).reshape(words.shape)
+        counts = self.block_counts(np.full(x.shape[:-1], n), n)
+        return Encoded(words, self.scales(sizes, counts))
 
-    def _signed(self, positive: jax.Array, scales: jax.Array) -> jax.Array:
-        """Scales with signs: booleans ``(..., 32, K)`` to float32."""
-        magnitude = self._per_word(scales, positive.shape[-1])[..., None, :]
-        return jnp.where(positive, magnitude, -magnitude)
+    def decode(self, words: jax.Array, scales: jax.Array, n: int) -> jax.Array:
+        """Inverse of :meth:`encode`: float32 ``(..., n)``."""
+        t = packing.tile_words(n)
+        tiles = (*words.shape[:-1], words.shape[-1] // t if t else 0, t)
+        magnitudes = self.magnitudes(scales, words.shape[-1])
+        planes = packing.signed_planes(words.reshape(tiles), magnitudes.reshape(tiles))
+        return packing.from_planes(planes, n)
 
-    def _block_sums(self, per_word: jax.Array) -> jax.Array:
-        """Sums of ``(..., K)`` over the words of each block."""
-        words = per_word.shape[-1]
+    def sizes(self, planes: jax.Array) -> jax.Array:
+        """What each word adds to the scale of its block: ``(..., 32, T)`` to ``(..., T)``."""
+        return packing.sum_planes(planes, jnp.abs if self.scale == "mean_abs" else jnp.square)
+
+    def scales(self, sizes: jax.Array, counts: jax.typing.ArrayLike) -> jax.Array:
+        """Scales ``(..., blocks)`` from the sizes of words ``(..., K)`` in layout order.
+
+        ``counts`` are the entries of each block, from :meth:`block_counts`.
+        """
         if self.block_size is None:
-            total = jnp.sum(per_word)
-            return jnp.broadcast_to(total, (*per_word.shape[:-1], min(words, 1)))
-        blocks = -(-words // self._block_words)
-        pad = [(0, 0)] * (per_word.ndim - 1) + [(0, blocks * self._block_words - words)]
-        per_word = jnp.pad(per_word, pad)
-        return jnp.sum(per_word.reshape(*per_word.shape[:-1], blocks, self._block_words), axis=-1)
+            total = jnp.broadcast_to(jnp.sum(sizes), (*sizes.shape[:-1], min(sizes.shape[-1], 1)))
+        else:
+            total = jnp.sum(self._in_blocks(sizes, jnp.pad), axis=-1)
+        mean = total / jnp.maximum(counts, 1.0)
+        return (jnp.sqrt(mean) if self.scale == "rms" else mean) * jnp.float32(self.gain)
 
-    def _per_word(self, scales: jax.Array, words: int) -> jax.Array:
-        """Each word's scale: ``(..., blocks)`` to ``(..., K)``."""
+    def magnitudes(self, scales: jax.Array, words: int) -> jax.Array:
+        """Each word's scale: ``(..., blocks)`` to ``(..., words)``."""
         if self.block_size is None:
             return jnp.broadcast_to(scales, (*scales.shape[:-1], words))
         return jnp.repeat(scales, self._block_words, axis=-1)[..., :words]
 
+    def block_counts(self, rows: np.ndarray, n: int) -> np.ndarray:
+        """How many of the first ``rows`` entries of rows of ``n`` are in each block.
 
-def _entries_per_word(count: jax.Array, words: int) -> jax.Array:
-    """How many of the first ``count`` entries of a row each word holds."""
-    if words == 0:
-        return jnp.zeros((*count.shape, 0), jnp.int32)
-    column = jnp.arange(words, dtype=jnp.int32).reshape((1,) * count.ndim + (words,))
-    # Entry j * words + column is real while it is below count.
-    entries = (count[..., None] - column + words - 1) // words
-    return jnp.clip(entries, 0, packing.WORD_BITS)
+        Float32 ``(*rows.shape, blocks)``, or with one column where all blocks
+        are full, or ``()`` for ``block_size=None``, which counts all rows.
+        """
+        if self.block_size is None:
+            return np.float32(rows.sum())
+        if n % self.block_size == 0 and (rows == n).all():
+            return np.full((1,) * rows.ndim + (1,), self.block_size, np.float32)
+        entries = valid_bits(rows, n).sum(axis=-2, dtype=np.float32)
+        entries = entries.reshape(*rows.shape, packing.words_for(n))
+        return self._in_blocks(entries, np.pad).sum(axis=-1)
+
+    def _in_blocks(self, per_word: Any, pad: Callable) -> Any:
+        """``(..., K)`` to ``(..., blocks, words of a block)``, padded with zeros."""
+        words, size = per_word.shape[-1], self._block_words
+        blocks = -(-words // size)
+        rest = [(0, 0)] * (per_word.ndim - 1) + [(0, blocks * size - words)]
+        return pad(per_word, rest).reshape(*per_word.shape[:-1], blocks, size)
+
+
+def valid_bits(rows: np.ndarray, n: int) -> np.ndarray:
+    """Which entries of planes ``(*rows.shape, tiles, 32, T)`` are among the first ``rows``."""
+    k, t = packing.words_for(n), packing.tile_words(n)
+    shape = (k // t if t else 0, packing.WORD_BITS, t)
+    return np.arange(k * packing.WORD_BITS).reshape(shape) < rows[..., None, None, None]

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onebit_jax import workers
+from onebit_jax import packing, tiles, workers
 
 #: Entries over whose mean ``variance_floor`` is taken.
-FLOOR_SPAN = 512
+FLOOR_SPAN = packing.SPAN
 
 
 class Decision(NamedTuple):
@@ -278,25 +278,26 @@ def decay_over(b2: Any, gap: jax.Array) -> tuple[Any, Any]:
     )
 
 
-def floored(nu_hat: Any, floor: Any) -> Any:
-    """The second moment, at least ``floor`` times its mean over the neighbours.
+def span_means(v: jax.Array) -> jax.Array:
+    """Means of a leaf over each ``FLOOR_SPAN`` entries in a row: float32 ``(spans,)``.
 
-    Neighbours are ``FLOOR_SPAN`` entries in a row, so that parts of a leaf whose
-    gradients are of another size keep their own scale. Where none of them had a
-    gradient, the mean over the leaf stands in.
+    Where none of them had a gradient, the mean over the leaf stands in.
     """
-    return jax.tree.map(lambda v: _floored_leaf(v, floor), nu_hat)
+    n = v.size
+    spans = -(-n // FLOOR_SPAN)
+    flat = jnp.pad(workers.unshard(v).reshape(-1), (0, spans * FLOOR_SPAN - n))
+    if not n:
+        return flat
+    planes = flat.reshape(spans, FLOOR_SPAN // packing.WORD_BITS, packing.WORD_BITS)
+    per_word = tiles.compute(lambda part: packing.sum_planes(part, lambda x: x), planes)
+    sums = jnp.sum(per_word, axis=-1)
+    entries = np.full(spans, FLOOR_SPAN, np.float32)
+    entries[-1] -= spans * FLOOR_SPAN - n
+    return jnp.where(sums > 0, sums / entries, jnp.sum(sums) / n)
 
 
-def _floored_leaf(v: jax.Array, floor: Any) -> jax.Array:
-    mean = jnp.sum(v) / max(v.size, 1)
-    if v.size <= FLOOR_SPAN:
-        return jnp.maximum(v, floor * mean)
-    flat = workers.unshard(v).reshape(-1)
-    spans = -(-v.size // FLOOR_SPAN)
-    rows = jnp.pad(flat, (0, spans * FLOOR_SPAN - v.size)).reshape(spans, FLOOR_SPAN)
-    entries = np.full((spans, 1), FLOOR_SPAN, np.float32)
-    entries[-1] -= spans * FLOOR_SPAN - v.size
-    near = jnp.sum(rows, axis=1, keepdims=True) / entries
-    bounded = jnp.maximum(rows, floor * jnp.where(near > 0, near, mean))
-    return workers.reshard_like(bounded.reshape(-1)[: v.size].reshape(v.shape), v)
+def over_spans(values: jax.Array, like: jax.Array) -> jax.Array:
+    """Each entry's value of its span: ``(spans,)`` to the shape of the leaf ``like``."""
+    flat = jnp.repeat(values, FLOOR_SPAN)
+    flat = flat if flat.size == like.size else flat[: like.size]
+    return workers.reshard_like(flat.reshape(like.shape), like)

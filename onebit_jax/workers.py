@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from onebit_jax import packing
+
 PyTree = Any
 
 #: State fields whose arrays differ from worker to worker. Each has a leading
@@ -16,6 +18,9 @@ PyTree = Any
 #: are told by name: parameters kept in a NamedTuple or dataclass (not a dict) must
 #: not have fields of these names.
 PER_WORKER_FIELDS = frozenset({"worker_error", "server_error", "worker_sum", "sent"})
+
+#: State field whose arrays are flat, a value for some entries of a leaf each.
+SPANS_FIELD = "nu_spans"
 
 
 def known_axes() -> str:
@@ -176,9 +181,26 @@ def is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_direct(workers: int) -> bool:
+    """Whether workers send all their bits to each other, without servers between.
+
+    For two workers that is as many bytes as with servers, in one phase.
+    """
+    return workers <= 2
+
+
 def chunk_length(n: int, workers: int) -> int:
-    """Entries of a leaf of ``n`` that each worker serves, a multiple of 32."""
-    return 32 * -(-n // (32 * workers))
+    """Entries of each of ``workers`` equal chunks of a leaf of ``n``.
+
+    Whole tiles where that adds at most 1/64, else whole words.
+    """
+    unit = packing.TILE if n >= 64 * packing.TILE * workers else packing.WORD_BITS
+    return unit * -(-n // (unit * workers))
+
+
+def served_length(n: int, workers: int) -> int:
+    """Entries of a leaf of ``n`` for which each worker keeps a server error."""
+    return 0 if is_direct(workers) else chunk_length(n, workers)
 
 
 def _is_sharded(x: jax.Array) -> bool:
@@ -324,16 +346,18 @@ def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None
         field = _field(path)
         if treedef is None or jax.tree.structure(node) != treedef:
             return PartitionSpec(axis_name) if field else PartitionSpec()
-        if field is None:
+        spans = any(getattr(key, "name", None) == SPANS_FIELD for key in path)
+        if field is None and not spans:
             return param_specs
 
         def lead(leaf_spec: PartitionSpec) -> PartitionSpec:
-            if field != "server_error":
+            if field not in (None, "server_error"):
                 return PartitionSpec(axis_name, *leaf_spec)
-            # A worker's server error is flat: one chunk for each model shard.
+            # These are flat: one chunk for each model shard.
             names = [n for n in leaf_spec if n is not None]
             flat = [a for n in names for a in (n if isinstance(n, tuple) else (n,))]
-            return PartitionSpec(axis_name, tuple(flat) or None)
+            lead_axes = (axis_name,) if field else ()
+            return PartitionSpec(*lead_axes, tuple(flat) or None)
 
         return jax.tree.map(lead, param_specs, is_leaf=is_spec)
 
@@ -346,7 +370,8 @@ def resize_workers(state: PyTree, new_size: int) -> PyTree:
 
     The averaged signal sees only the mean of the worker errors and the
     concatenated server error, so every new worker gets the old mean and the
-    server error is cut anew. Open sums of ``accumulate`` keep their mean too.
+    server error is cut anew, or added to the worker errors where one or two
+    workers need no server. Open sums of ``accumulate`` keep their mean too.
 
     Args:
       state: optimizer state or a pytree around one, with global arrays (leading
@@ -373,7 +398,7 @@ def resize_workers(state: PyTree, new_size: int) -> PyTree:
     if new_size < 1:
         raise ValueError(f"new_size must be at least 1, found {new_size}")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-    shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves if _field(path)}
+    leaves_at = {jax.tree_util.keystr(path): leaf for path, leaf in leaves if _field(path)}
 
     def resize(path: tuple, leaf: Any) -> Any:
         field = _field(path)
@@ -382,12 +407,18 @@ def resize_workers(state: PyTree, new_size: int) -> PyTree:
         held = np.asarray(leaf)  # in NumPy: the old and the new sharding do not mix
         if field == "sent":
             return np.repeat(held[:1], new_size, axis=0)
+        name = jax.tree_util.keystr(path)
         if field == "server_error":
-            twin = jax.tree_util.keystr(path).replace(".server_error", ".worker_error")
-            n = math.prod(shapes[twin][1:])
-            length = chunk_length(n, new_size)
-            flat = held.reshape(-1)[:n]
-            return np.pad(flat, (0, new_size * length - n)).reshape(new_size, length)
-        return np.repeat(held.mean(axis=0, keepdims=True), new_size, axis=0)
+            n = math.prod(leaves_at[name.replace(".server_error", ".worker_error")].shape[1:])
+            length = served_length(n, new_size)
+            flat = held.reshape(-1)[: n if length else 0]
+            return np.pad(flat, (0, new_size * length - flat.size)).reshape(new_size, length)
+        mean = held.mean(axis=0, keepdims=True)
+        if field == "worker_error" and is_direct(new_size):
+            # Without servers the workers carry what these had lost.
+            server = np.asarray(leaves_at[name.replace(".worker_error", ".server_error")])
+            if server.size:
+                mean = mean + server.reshape(-1)[: mean.size].reshape(mean.shape)
+        return np.repeat(mean, new_size, axis=0)
 
     return jax.tree.unflatten(treedef, [resize(path, leaf) for path, leaf in leaves])

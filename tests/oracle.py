@@ -11,25 +11,24 @@ import numpy as np
 
 
 def chunk(n: int, w: int) -> int:
-    """Entries that each of w workers serves, in words of 32."""
-    per_worker = math.ceil(n / w)
-    return 32 * math.ceil(per_worker / 32)
+    """Entries that each of w workers serves: whole tiles of 1024, or words of 32."""
+    unit = 1024 if n >= 65536 * w else 32
+    return unit * math.ceil(math.ceil(n / w) / unit)
 
 
 def blocks(length: int, block_size: int | None) -> list[np.ndarray]:
     """Index sets of the blocks of one chunk of ``length`` entries.
 
-    Bit j of word k is entry j * K + k; a block is block_size / 32 words.
+    A block is block_size / 32 words in a row. Words come in tiles of T: bit j of
+    word k of a tile is its entry j * T + k. T is 32, or all words in one tile
+    where that does not divide them.
     """
-    if length == 0:
-        return []
     words = length // 32
-    per_block = words if block_size is None else block_size // 32
-    result = []
-    for first in range(0, words, per_block):
-        columns = range(first, min(first + per_block, words))
-        result.append(np.array([j * words + k for j in range(32) for k in columns]))
-    return result
+    t = 32 if words % 32 == 0 else words
+    of_word = [32 * t * (k // t) + np.arange(32) * t + k % t for k in range(words)]
+    per_block = max(words, 1) if block_size is None else block_size // 32
+    starts = range(0, words, per_block)
+    return [np.concatenate(of_word[first : first + per_block]) for first in starts]
 
 
 def magnitude(x: np.ndarray, scale: str, gain: float) -> float:
@@ -87,11 +86,15 @@ class CompressedMean:
         d = np.ones(self.n) if divisor is None else divisor
         hints = [None] * self.w if sent_hint is None else sent_hint
         c = values + self.worker_error
+        direct = self.w <= 2  # all bits to all workers, no server
         q = [
-            d * quantize_chunks(row / d, self.w, *self.options, hint)
+            d * quantize_chunks(row / d, 1 if direct else self.w, *self.options, hint)
             for row, hint in zip(c, hints, strict=True)
         ]
         self.worker_error = c - np.stack(q)
+        if direct:
+            self.cut = (np.abs(q).mean(axis=0) / d).max(initial=0) >= limit
+            return d * np.clip(np.mean(q, axis=0) / d, -limit, limit)
         s = np.mean(q, axis=0) + self.server_error
         y = quantize_chunks(s / d, self.w, *self.options, mean_hint, one_scale=False)
         m = d * np.clip(y, -limit, limit)

@@ -13,7 +13,7 @@ import onebit_jax
 
 PACKAGE = pathlib.Path(onebit_jax.__file__).parent
 #: From the bottom up. A module imports only what stands before it.
-ORDER = ["packing", "quantize", "workers", "wrappers", "variance", "allreduce", "sync", "adam",
+ORDER = ["packing", "quantize", "workers", "tiles", "wrappers", "variance", "allreduce", "sync", "adam",
          "wire", "training", "__init__"]
 
 

@@ -10,11 +10,13 @@ SIZES = (0, 1, 7, 8, 31, 32, 33, 1000, 70_000)
 
 
 def numpy_words(signs):
-    """Bit j of word k is entry j * K + k."""
+    """Bit j of word k of a tile of T words is its entry j * T + k."""
     k = -(-len(signs) // 32)
+    t = 32 if len(signs) % 1024 == 0 else k
     words = [0] * k
     for i, positive in enumerate(signs):
-        words[i % k] |= int(positive) << (i // k)
+        tile, i = divmod(i, 32 * t)
+        words[tile * t + i % t] |= int(positive) << (i // t)
     return words
 
 
@@ -28,7 +30,7 @@ def test_round_trip_for_any_length_and_leading_axes(n, lead):
     np.testing.assert_array_equal(onebit_jax.unpack_signs(words, n), x >= 0)
 
 
-@pytest.mark.parametrize("n", [1, 31, 33, 100])
+@pytest.mark.parametrize("n", [1, 31, 33, 100, 1024, 4096, 4128])
 def test_bits_are_where_the_layout_says(n):
     signs = np.random.default_rng(0).random(n) < 0.5
     words = np.asarray(onebit_jax.pack_signs(jnp.asarray(signs)))

@@ -97,13 +97,15 @@ def test_specs_of_model_parallel_parameters():
     adam = specs[0]
     assert adam.mu == adam.nu == param_specs
     assert adam.errors.worker_error == {"w": P(AXIS, None, "model"), "b": P(AXIS)}
+    assert adam.nu_spans == {"w": P(("model",)), "b": P(None)}
     assert adam.errors.server_error == {"w": P(AXIS, ("model",)), "b": P(AXIS, None)}
     assert adam.count == P()
     state = jax.jit(jax.shard_map(
         tx.init, mesh=two_by_two, in_specs=(param_specs,), out_specs=specs,
     ))(PARAMS)
     assert state[0].errors.worker_error["w"].shape == (2, 3, 70)
-    assert state[0].errors.server_error["w"].shape == (2, 2 * 64)  # 105 entries, 2 workers
+    assert state[0].nu_spans["w"].shape == (2,)
+    assert state[0].errors.server_error["w"].shape == (2, 0), "two workers need no server"
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 8])
@@ -131,15 +133,19 @@ def test_resizing_keeps_the_mean_worker_error_and_the_server_error(new):
     old, fresh = state.inner_state[0].errors, resized.inner_state[0].errors
     for name, p in PARAMS.items():
         assert np.asarray(old.worker_error[name]).any()
-        for was, now in ((old.worker_error, fresh.worker_error),
-                         (state.worker_sum, resized.worker_sum)):
-            assert now[name].shape == (new, *p.shape)
-            np.testing.assert_allclose(now[name].mean(axis=0), was[name].mean(axis=0), atol=1e-6)
         flat = np.asarray(old.server_error[name]).reshape(-1)[: p.size]
         assert flat.any()
-        np.testing.assert_array_equal(
-            np.asarray(fresh.server_error[name]).reshape(-1)[: p.size], flat
-        )
+        worker_mean = old.worker_error[name].mean(axis=0)
+        if new <= 2:  # no server: its error is the workers' now
+            worker_mean = worker_mean + flat.reshape(p.shape)
+            assert fresh.server_error[name].shape == (new, 0)
+        else:
+            now = np.asarray(fresh.server_error[name])
+            np.testing.assert_array_equal(now.reshape(-1)[: p.size], flat)
+        for now, mean in ((fresh.worker_error, worker_mean),
+                          (resized.worker_sum, state.worker_sum[name].mean(axis=0))):
+            assert now[name].shape == (new, *p.shape)
+            np.testing.assert_allclose(now[name].mean(axis=0), mean, atol=1e-6)
     with jax.set_mesh(mesh(new)):
         assert jax.tree.map(jnp.shape, resized) == jax.tree.map(jnp.shape, tx.init(PARAMS))
     assert onebit_jax.bytes_sent(resized) == onebit_jax.bytes_sent(state) > 0
