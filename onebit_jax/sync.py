@@ -207,6 +207,10 @@ def exact_mean(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+#: States of which nothing but counts moves in a skipped round.
+STATES = (CompressedMeanState, ExactMeanState)
+
+
 def clip_by_global_norm(
     max_norm: jax.typing.ArrayLike, axis_name: str | None
 ) -> optax.GradientTransformationExtraArgs:

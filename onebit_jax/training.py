@@ -314,9 +314,15 @@ def _hold(skipped: jax.Array, old: Any, new: Any) -> Any:
 
     An accumulation goes on: its sum is spent, also where it was the bad one.
     """
-    goes_on = (sync.Rounds, AccumulateState)
+    # These hold themselves, and to keep their old arrays would be to copy them. Of
+    # several, as in a partition, one may have moved while another skipped.
+    alone = len(sync.rounds_in(old)) == 1
+    holds_itself = (ScaleByOnebitAdamState, *sync.STATES) if alone else ()
+    goes_on = (sync.Rounds, AccumulateState, *holds_itself)
 
     def hold(o: Any, n: Any) -> Any:
+        if isinstance(n, holds_itself):
+            return n
         if isinstance(n, sync.Rounds):
             # In a partition another group may have finished its round.
             return n._replace(
