@@ -85,17 +85,31 @@ def nested(x):
     return lax.scan(inner, x, None, length=5)[0]
 
 
+def counted(x, start, by):
+    """Up to 11."""
+    turn = lambda c: (c[0] + by, psum(c[1]))
+    return lax.while_loop(lambda c: c[0] < 11, turn, (start, x))[1]
+
+
+def without_notes(text):
+    return re.sub(r", backend_config=\{.*", "", text)
+
+
 @pytest.mark.parametrize("noted", [True, False])
 @pytest.mark.parametrize(
     ("fn", "trips", "sent"),
-    [(lambda x: gathers(x, 5), 5, 480), (nested, 15, 720)],  # 5 * 96, 5 * 3 * 48
+    [
+        (lambda x: gathers(x, 5), 5, 480),  # 5 * 96
+        (nested, 15, 720),  # 5 * 3 * 48
+        (lambda x: counted(x, 2, 3), 3, 144),  # at 2, 5 and 8: 3 * 48
+    ],
 )
 def test_loops_of_known_length_multiply(fn, trips, sent, noted):
     """Also where the compiler has not written the length down."""
     text = compiled(fn).as_text()
     assert "known_trip_count" in text
     if not noted:
-        text = re.sub(r", backend_config=\{.*", "", text)
+        text = without_notes(text)
     c = only(onebit_jax.wire_report(text))
     assert (c.trips, c.bytes, c.bytes_each * trips, c.branch) == (trips, sent, sent, None)
 
@@ -106,13 +120,18 @@ def until_small(x):
 
 def from_the_data(x):
     """Counts to a constant, but from who knows where."""
-    start = x[0].astype(jnp.int32)
-    return lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 1, psum(c[1])), (start, x))[1]
+    return counted(x, x[0].astype(jnp.int32), 1)
 
 
-@pytest.mark.parametrize("fn", [until_small, from_the_data])
+def two_numbers(x):
+    """Neither of them simply counts."""
+    turn = lambda c: (c[1] + 1, c[0] + 2, psum(c[2]))
+    return lax.while_loop(lambda c: c[0] < 9, turn, (0, 5, x))[2]
+
+
+@pytest.mark.parametrize("fn", [until_small, from_the_data, two_numbers])
 def test_loops_of_unknown_length_count_once(fn):
-    report = onebit_jax.wire_report(compiled(fn))
+    report = onebit_jax.wire_report(without_notes(compiled(fn).as_text()))
     c = only(report)
     assert (c.trips, c.bytes) == (None, 48)
     assert re.fullmatch(r"while[.\w]* \(unknown turns\)", c.branch)
