@@ -25,7 +25,13 @@ from onebit_jax.variance import (
     freeze_when_stable as freeze_when_stable,
     refresh as refresh,
 )
-from onebit_jax.wire import bytes_sent as bytes_sent, metrics as metrics
+from onebit_jax.wire import (
+    Collective as Collective,
+    WireReport as WireReport,
+    bytes_sent as bytes_sent,
+    metrics as metrics,
+    wire_report as wire_report,
+)
 from onebit_jax.workers import (
     per_worker as per_worker,
     resize_workers as resize_workers,

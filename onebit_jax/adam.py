@@ -144,6 +144,8 @@ def scale_by_onebit_adam(
         updates: optax.Updates,
         state: ScaleByOnebitAdamState,
         params: optax.Params | None = None,
+        *,
+        exact: bool | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ScaleByOnebitAdamState]:
         del params, extra_args
@@ -209,7 +211,8 @@ def scale_by_onebit_adam(
             optax.tree.cast(state.mu, jnp.float32), state.nu, state.nu_spans, state.nu_count,
             state.errors, jnp.bool_(True), jnp.float32(0),
         )
-        exact = decision.exact
+        if exact is None:
+            exact = decision.exact
         otherwise = not exact if isinstance(exact, bool) else ~exact
         moments = _if(exact, exact_round, moments)
         moments = _if(otherwise, onebit_round, moments)
@@ -287,6 +290,9 @@ def onebit_adam(
 
     A step in which any worker has a NaN or Inf is skipped on all workers: zero
     updates, and the state unchanged but for ``rounds.skipped`` and the bytes.
+
+    Where the caller knows which stage comes next, ``update(..., exact=False)`` or
+    ``exact=True`` compiles just that one. It must be what ``variance`` would say.
 
     Gradients may be of any real floating dtype and shape, empty and scalar leaves
     included; updates have their dtype, and all state is float32 but for ``mu_dtype``.

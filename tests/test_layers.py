@@ -12,9 +12,10 @@ import pytest
 import onebit_jax
 
 PACKAGE = pathlib.Path(onebit_jax.__file__).parent
-#: From the bottom up. A module imports only what stands before it.
+#: From the bottom up. A module imports only what stands before it; the command
+#: line, a package of its own, is on top, and its modules may import one another.
 ORDER = ["packing", "quantize", "workers", "tiles", "wrappers", "variance", "allreduce", "sync", "adam",
-         "wire", "training", "__init__"]
+         "hlo", "wire", "training", "__init__", "cli", "__main__"]
 
 
 def imports(path):
@@ -25,14 +26,25 @@ def imports(path):
             yield node.module.split(".")[1]
 
 
+def files(name):
+    path = PACKAGE / name
+    return sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
 @pytest.mark.parametrize("name", ORDER)
 def test_imports_point_down(name):
-    for imported in imports(PACKAGE / f"{name}.py"):
+    for imported in {i for path in files(name) for i in imports(path)} - {"cli"}:
         assert ORDER.index(imported) < ORDER.index(name)
 
 
+def test_only_the_command_line_imports_itself():
+    users = {name for name in ORDER for path in files(name) if "cli" in imports(path)}
+    assert users <= {"cli", "__main__"}
+
+
 def test_every_module_has_its_place():
-    assert {p.stem for p in PACKAGE.glob("*.py")} == set(ORDER)
+    packages = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
+    assert {p.stem for p in PACKAGE.glob("*.py")} | packages == set(ORDER)
 
 
 def test_only_allreduce_exchanges_gradients():
