@@ -186,20 +186,22 @@ def _pieces(
         rest = lambda into, args: total(into, args[0]) - packing.signed_planes(*args[1])
         return tiles.update(rest, error, (pairs, answer), jnp.bool_(True))[0], answer
 
-    def reading(fn: Callable[..., Any], *args: Any) -> Callable[[], None]:
+    def reading(fn: Callable[[jax.Array], Any]) -> Callable[[], None]:
         jitted = jax.jit(fn)
-        return lambda: jax.block_until_ready(jitted(*args)) and None
+
+        def turn() -> None:
+            jax.block_until_ready(jitted(planes))
+
+        return turn
+
+    def with_scales(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        words, sizes = tiles.compute(encode, x)
+        return words, quantizer.scales(sizes.reshape(-1), np.float32(quantizer.block_size or n))
 
     decode = lambda into, words, sizes: (packing.signed_planes(words, sizes),)
     return {
-        "pack": Program(reading(packing.pack_planes, planes), 1, 4.125),
-        "encode": Program(
-            reading(
-                lambda x: (lambda words, sizes: (words, quantizer.scales(
-                    sizes.reshape(1, -1), np.full((1, 1), quantizer.block_size, np.float32)
-                )))(*tiles.compute(encode, x)),
-                planes,
-            ), 1, 4.125),
+        "pack": Program(reading(packing.pack_planes), 1, 4.125),
+        "encode": Program(reading(with_scales), 1, 4.25),
         "server": Program(_repeated(lambda e, p: serve(e, p)[:1], (half + 0,), pairs), 1, 12 / w),
         "decode": Program(_repeated(decode, (planes + 0,), words, sizes), 1, 4.25),
     }
