@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from links import needs_links
 
 from onebit_jax import cli
 from onebit_jax.cli import bench_net
@@ -77,6 +78,21 @@ def test_a_short_run(tmp_path, capfd):
         assert 1 <= counted < most, (method, counted)
     assert rows["adam"]["speedup_over_adam"] == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_links
+def test_counted_bytes_are_those_predicted_and_the_link_takes_its_time(tmp_path, capfd):
+    out = tmp_path / "net.json"
+    status = cli.main(["bench", "net", "--model", "tiny", "--steps", "3", "--rates", "20mbit",
+                       "--methods", "adam,onebit_adam", "--json", str(out)])
+    assert status == 0, capfd.readouterr().out
+    adam, onebit = json.loads(out.read_text())["results"]
+    assert adam["payload_over_predicted"] == pytest.approx(1, abs=0.02)
+    # The loss and the agreement that all is finite are not predicted.
+    assert onebit["payload_over_predicted"] == pytest.approx(1, abs=0.1)
+    at_the_rate = 1e3 * (adam["predicted_bytes"] - 32e3) * 8 / 20e6
+    assert at_the_rate <= adam["step_ms"] < 5 * at_the_rate
+    assert onebit["speedup_over_adam"] > 1.5
 
 
 def test_rows_take_the_slowest_process_and_share_loopback():

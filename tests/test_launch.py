@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from links import needs_links
 
 from onebit_jax import cli
 from onebit_jax.cli import launch, netns
@@ -51,19 +52,6 @@ else:
         pass
     connection.sendall(b"!")
 """
-
-
-def why_no_links():
-    """What this machine says against limited links, or None; root alone may not do."""
-    try:
-        with netns.network(1, "1gbit"):
-            return None
-    except netns.NetworkError as error:
-        return str(error)
-
-
-NO_LINKS = why_no_links()
-needs_links = pytest.mark.skipif(NO_LINKS is not None, reason=str(NO_LINKS))
 
 
 def start(code, *args, n=2, options=()):

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"bench net: {error}", file=sys.stderr)
             return 2
         if status:
-            print(f"bench net: stopped with status {status} at rate {rate}, see above", file=sys.stderr)
+            problem = f"stopped with status {status} at rate {rate}, see above"
+            print(f"bench net: {problem}", file=sys.stderr)
             return status
         results += _rows(args, rate, measured)
         if args.json:  # now, in case that a later rate fails
