@@ -220,15 +220,15 @@ def scale_by_onebit_adam(
 
         count = jnp.where(finite, optax.safe_increment(state.count), state.count)
         # At least 1, for a skipped first step.
-        correction = mu_correction(jnp.maximum(count, 1))
-        nu_corrected = nu_correction(moments.nu_count)
+        mu_scale = 1 / mu_correction(jnp.maximum(count, 1))
+        nu_scale = 1 / nu_correction(moments.nu_count)
         compressed = (state.rounds.onebit > 0) | otherwise
         # The momentum carries the noise of the floored divisor from then on.
         floor = jnp.where(compressed, variance_floor, 0.0)
 
         def direction(m: jax.Array, v: jax.Array, spans: jax.Array) -> jax.Array:
-            v_hat = jnp.maximum(v, policies.over_spans(floor * spans, v)) / nu_corrected
-            return m / correction / (jnp.sqrt(v_hat) + eps)
+            v_hat = jnp.maximum(v, policies.over_spans(floor * spans, v)) * nu_scale
+            return m * mu_scale / (jnp.sqrt(v_hat) + eps)
 
         directions = jax.tree.map(direction, moments.mu, moments.nu, moments.nu_spans)
 

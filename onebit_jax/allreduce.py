@@ -188,9 +188,13 @@ class _Leaf:
     def encode(self) -> Encoded:
         """Signs and scales of value + error, one row for each worker that serves."""
 
+        # XLA computes what both outputs need only once if it holds a division, and
+        # must not know that it divides by one.
+        one = lax.optimization_barrier(jnp.float32(1))
+
         def fn(args: Any) -> tuple[jax.Array, jax.Array]:
             y = self._compensated(*args[:2])
-            y = y if self.divisor is None else y / self.divisor.fn(*args[2])
+            y = y / (one if self.divisor is None else self.divisor.fn(*args[2]))
             return packing.pack_planes(y), self.quantizer.sizes(y)
 
         self.words, sizes = tiles.compute(fn, self._own_args())
@@ -335,7 +339,8 @@ class _Leaf:
 
     def _in_tiles(self, x: Any, fill: float) -> Lazy:
         if isinstance(x, Lazy):
-            return Lazy(x.fn, tuple(self._tiles(arg, fill) for arg in x.args))
+            fn = lambda *args: x.fn(*map(_over_planes, args))
+            return Lazy(fn, tuple(self._tiles(arg, fill) for arg in x.args))
         return Lazy(lambda tile: tile, (self._tiles(x, fill),))
 
     def _tiles(self, x: Any, fill: float) -> jax.Array:
@@ -343,8 +348,7 @@ class _Leaf:
         if isinstance(x, Spans):
             if self.length % packing.TILE == 0:
                 rest = self.rows * self.length // packing.SPAN - x.values.size
-                planes = jnp.repeat(jnp.pad(x.values, (0, rest)), packing.SPAN // packing.WORD_BITS)
-                return planes.reshape(-1, packing.WORD_BITS, 1)
+                return jnp.pad(x.values, (0, rest)).reshape(-1, packing.TILE // packing.SPAN, 1)
             x = jnp.repeat(x.values, packing.SPAN)[: self.like.size]
         planes = packing.to_planes(_to_rows(x, self.rows, self.length, fill))
         return planes.reshape(-1, *planes.shape[2:])
@@ -354,6 +358,11 @@ class _Leaf:
         x = planes.reshape(-1)
         x = x if x.size == self.like.size else x[: self.like.size]
         return workers.reshard_like(x.reshape(self.like.shape), self.like)
+
+
+def _over_planes(tile: jax.Array) -> jax.Array:
+    """Values by span, ``(tiles, spans, 1)``, for each of 32 planes; others as they are."""
+    return jnp.repeat(tile, packing.WORD_BITS // tile.shape[-2], axis=-2)
 
 
 def _sum_in_turn(sources: list[Any]) -> jax.Array:
