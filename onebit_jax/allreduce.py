@@ -19,6 +19,9 @@ from onebit_jax.quantize import Encoded, SignQuantizer, valid_bits
 
 PyTree = Any
 
+#: Words that a process on a CPU sends at a time, 50 kB: about what a socket takes at once.
+PIECE_WORDS = 12_500
+
 #: Up to so many workers the server's sum is unrolled: faster, but more to compile.
 UNROLLED_WORKERS = 32
 
@@ -447,8 +450,9 @@ def _exchange_rows(sent: list[Encoded], axis_name: str | None) -> list[Encoded]:
     if axis_name is None:
         return sent
     payload = jnp.concatenate([_to_payload(e) for e in sent], axis=1)
-    payload = lax.all_to_all(payload, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    return _from_payload(payload, sent)
+    swap = lambda rows: lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    peers = max(lax.axis_size(axis_name) - 1, 1)
+    return _from_payload(_in_pieces(swap, payload, PIECE_WORDS // peers), sent)
 
 
 def _gather_rows(rows: list[Encoded], axis_name: str | None) -> list[Encoded]:
@@ -456,7 +460,26 @@ def _gather_rows(rows: list[Encoded], axis_name: str | None) -> list[Encoded]:
     if axis_name is None:
         return rows
     payload = jnp.concatenate([_to_payload(e) for e in rows], axis=1)
-    return _from_payload(_all_gather(payload[0], axis_name), rows)
+    gather = lambda row: _all_gather(row[0], axis_name)
+    return _from_payload(_in_pieces(gather, payload, PIECE_WORDS), rows)
+
+
+def _in_pieces(
+    collective: Callable[[jax.Array], jax.Array], payload: jax.Array, words: int
+) -> jax.Array:
+    """Sends a payload ``(rows, C)`` in turns of about so many words of each row.
+
+    Only between processes on CPUs: gloo sends a large message one way at a time.
+    """
+    pieces = -(-payload.shape[1] // max(words, 1))
+    if pieces < 2 or jax.default_backend() != "cpu" or jax.process_count() == 1:
+        return collective(payload)
+    size = -(-payload.shape[1] // pieces)
+    rest = pieces * size - payload.shape[1]
+    cut = jnp.pad(payload, ((0, 0), (0, rest))).reshape(-1, pieces, size)
+    _, received = lax.scan(lambda _, piece: (None, collective(piece)), None, cut.swapaxes(0, 1))
+    together = received.swapaxes(0, 1).reshape(received.shape[1], pieces * size)
+    return together[:, : payload.shape[1]]
 
 
 def _all_gather(x: jax.Array, axis_name: str) -> jax.Array:
