@@ -1,15 +1,17 @@
 """1-bit Adam for data-parallel JAX over slow networks, in the manner of Optax."""
 
 from onebit_jax.adam import (
-    ScaleByOnebitAdamState as ScaleByOnebitAdamState,
     onebit_adam as onebit_adam,
     onebit_adamw as onebit_adamw,
     paper_1bit_adam as paper_1bit_adam,
-    scale_by_onebit_adam as scale_by_onebit_adam,
 )
 from onebit_jax.allreduce import ErrorFeedback as ErrorFeedback
 from onebit_jax.packing import pack_signs as pack_signs, unpack_signs as unpack_signs
 from onebit_jax.quantize import SignQuantizer as SignQuantizer
+from onebit_jax.scaling import (
+    ScaleByOnebitAdamState as ScaleByOnebitAdamState,
+    scale_by_onebit_adam as scale_by_onebit_adam,
+)
 from onebit_jax.sync import (
     Rounds as Rounds,
     clip_by_global_norm as clip_by_global_norm,

@@ -81,9 +81,11 @@ def _shifted(words: jax.Array) -> jax.Array:
 def sum_planes(planes: jax.Array, term: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Sum of ``term`` over planes, a power of two: ``(..., planes, T)`` to ``(..., T)``.
 
-    Written out, because XLA on the CPU vectorises no sum of floats over an
-    axis: eight terms in one expression, then halves.
+    Of many entries it is written out, because XLA on the CPU vectorises no sum
+    of floats over an axis: eight terms in one expression, then halves.
     """
+    if planes.size < 16 * TILE or jax.default_backend() != "cpu":
+        return jnp.sum(term(planes), axis=-2)
     count = planes.shape[-2]
     at_once = max(count // 8, 1)
     parts = [planes[..., i : i + at_once, :] for i in range(0, count, at_once)]

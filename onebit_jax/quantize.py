@@ -127,7 +127,7 @@ class SignQuantizer:
         are full, or ``()`` for ``block_size=None``, which counts all rows.
         """
         if self.block_size is None:
-            return np.float32(rows.sum())
+            return np.asarray(rows.sum(), np.float32)
         if n % self.block_size == 0 and (rows == n).all():
             return np.full((1,) * rows.ndim + (1,), self.block_size, np.float32)
         entries = valid_bits(rows, n).sum(axis=-2, dtype=np.float32)

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onebit_jax import sync, workers
-from onebit_jax.adam import ScaleByOnebitAdamState
+from onebit_jax.scaling import ScaleByOnebitAdamState
 from onebit_jax.wrappers import AccumulateState
 
 PyTree = Any

@@ -6,7 +6,7 @@ import pytest
 from meshes import AXIS, MODES, run
 
 import onebit_jax
-from onebit_jax import allreduce
+from onebit_jax import allreduce, leaves
 
 SIZES = (0, 1, 7, 8, 31, 32, 33, 1000, 70_000)
 
@@ -145,7 +145,7 @@ def test_replicas_are_identical_and_nothing_is_lost(w, preconditioned):
 
 
 def test_more_workers_than_are_unrolled():
-    w, n = allreduce.UNROLLED_WORKERS + 8, 3000
+    w, n = leaves.UNROLLED_WORKERS + 8, 3000
     values = np.random.default_rng(0).normal(size=(w, 3, n)).astype(np.float32)
     means, _, _ = rounds_on_workers("vmap", w, values, onebit_jax.SignQuantizer())
     reference = oracle.CompressedMean(n, w)

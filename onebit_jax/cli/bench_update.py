@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
             "name": name, "ms": median, "q1_ms": q1, "q3_ms": q3,
             "gb_per_s": program.entry_bytes * n / median / 1e6, "ratio_to_adam": median / adam,
         })
-    print(f"{n} parameters in {args.leaves} leaves, {args.workers} workers, one core, load {load:.1f}")
+    print(f"{n} parameters in {args.leaves} leaves, {args.workers} workers, one core")
+    print(f"load average before: {load:.2f}")
     print(f"{'':14}{'ms':>8}{'quartiles':>16}{'GB/s':>8}{'x adam':>8}")
     for r in results:
         quartiles = f"{r['q1_ms']:.1f}-{r['q3_ms']:.1f}"
@@ -109,17 +110,17 @@ def _repeated(fn: Callable[..., tuple], state: tuple, *fixed: Any) -> Callable[[
     return turn
 
 
-def _normal(shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+def _normal(shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes]
 
 
-def _copy(shapes: list[tuple[int, int]]) -> Program:
+def _copy(shapes: Sequence[tuple[int, int]]) -> Program:
     move = lambda *leaves: tuple(x * jnp.float32(1.0001) for x in leaves)
     return Program(_repeated(move, tuple(_normal(shapes))), 1, 8)
 
 
-def _adam(shapes: list[tuple[int, int]]) -> Program:
+def _adam(shapes: Sequence[tuple[int, int]]) -> Program:
     tx = optax.adam(1e-3)
     params = _normal(shapes)
 
@@ -132,7 +133,10 @@ def _adam(shapes: list[tuple[int, int]]) -> Program:
 
 
 def _onebit(
-    shapes: list[tuple[int, int]], w: int, quantizer: onebit_jax.SignQuantizer, exact: bool | None
+    shapes: Sequence[tuple[int, int]],
+    w: int,
+    quantizer: onebit_jax.SignQuantizer,
+    exact: bool | None,
 ) -> Program:
     tx = onebit_jax.onebit_adam(1e-3, AXIS, variance=1, quantizer=quantizer)
     mesh = jax.make_mesh((w,), (AXIS,), axis_types=(AxisType.Auto,))
@@ -165,7 +169,7 @@ def _onebit(
 
 
 def _pieces(
-    shapes: list[tuple[int, int]], w: int, quantizer: onebit_jax.SignQuantizer
+    shapes: Sequence[tuple[int, int]], w: int, quantizer: onebit_jax.SignQuantizer
 ) -> dict[str, Program]:
     """The parts of the compression, each alone, on all entries in one array."""
     n = sum(rows * width for rows, width in shapes)
