@@ -205,9 +205,7 @@ def _exchange_rows(sent: list[Encoded], axis_name: str | None) -> list[Encoded]:
     if axis_name is None:
         return sent
     payload = jnp.concatenate([_to_payload(e) for e in sent], axis=1)
-    swap = lambda rows: lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    peers = max(lax.axis_size(axis_name) - 1, 1)
-    return _from_payload(_in_pieces(swap, payload, PIECE_WORDS // peers), sent)
+    return _from_payload(swap_payload(payload, axis_name), sent)
 
 
 def _gather_rows(rows: list[Encoded], axis_name: str | None) -> list[Encoded]:
@@ -215,8 +213,19 @@ def _gather_rows(rows: list[Encoded], axis_name: str | None) -> list[Encoded]:
     if axis_name is None:
         return rows
     payload = jnp.concatenate([_to_payload(e) for e in rows], axis=1)
-    gather = lambda row: _all_gather(row[0], axis_name)
-    return _from_payload(_in_pieces(gather, payload, PIECE_WORDS), rows)
+    return _from_payload(gather_payload(payload, axis_name), rows)
+
+
+def swap_payload(payload: jax.Array, axis_name: str) -> jax.Array:
+    """Row r of ``(w, C)`` to worker r; row i of the result is from worker i."""
+    swap = lambda rows: lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    peers = max(lax.axis_size(axis_name) - 1, 1)
+    return _in_pieces(swap, payload, PIECE_WORDS // peers)
+
+
+def gather_payload(payload: jax.Array, axis_name: str) -> jax.Array:
+    """Every worker's ``(1, C)`` to everybody: ``(w, C)``."""
+    return _in_pieces(lambda row: _all_gather(row[0], axis_name), payload, PIECE_WORDS)
 
 
 def _in_pieces(

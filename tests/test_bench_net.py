@@ -15,6 +15,7 @@ from onebit_jax.cli.bench_models import METHODS, MODELS
 FIELDS = {
     "model", "method", "rate", "workers", "step_ms", "q1_ms", "q3_ms", "bytes_per_step",
     "payload_per_step", "predicted_bytes", "payload_over_predicted", "speedup_over_adam",
+    "time_over_wire",
 }
 
 
@@ -86,7 +87,12 @@ def test_counted_bytes_are_those_predicted_and_the_link_takes_its_time(tmp_path,
     status = cli.main(["bench", "net", "--model", "tiny", "--steps", "3", "--rates", "20mbit",
                        "--methods", "adam,onebit_adam", "--json", str(out)])
     assert status == 0, capfd.readouterr().out
-    adam, onebit = json.loads(out.read_text())["results"]
+    adam, onebit, exchange = json.loads(out.read_text())["results"]
+    assert exchange["method"] == "exchange"
+    assert exchange["speedup_over_adam"] is None
+    assert exchange["predicted_bytes"] == onebit["predicted_bytes"]
+    # 27 kB, of which the burst lets 32 kB pass at once.
+    assert exchange["step_ms"] < onebit["step_ms"]
     assert adam["payload_over_predicted"] == pytest.approx(1, abs=0.02)
     # The loss and the agreement that all is finite are not predicted.
     assert onebit["payload_over_predicted"] == pytest.approx(1, abs=0.1)
@@ -113,7 +119,8 @@ def test_rows_take_the_slowest_process_and_share_loopback():
 
 def test_bytes_far_from_the_predicted_are_marked(capsys):
     row = {"model": "tiny", "workers": 2, "rate": "1gbit", "method": "adam", "step_ms": 1.0,
-           "q1_ms": 1.0, "q3_ms": 1.0, "bytes_per_step": 1e6, "speedup_over_adam": None}
+           "q1_ms": 1.0, "q3_ms": 1.0, "bytes_per_step": 1e6, "speedup_over_adam": None,
+           "time_over_wire": None}
     bench_net._print_table([dict(row, payload_over_predicted=1.049)], (0, 0, 0))
     assert "!" not in capsys.readouterr().out
     bench_net._print_table([dict(row, payload_over_predicted=0.94)], (0, 0, 0))
@@ -124,9 +131,10 @@ def test_bytes_far_from_the_predicted_are_marked(capsys):
 
 @pytest.mark.parametrize(("args", "message"), [
     (["--methods", "adam,sgd"], "no methods sgd: choose from adam, adam_bf16"),
-    (["--rates", "none,fast"], "no rates fast: write them like none, 100mbit"),
+    (["--rates", "none,fast"], "--rates: expected a rate above 0 in bits per second"),
     (["--rates", ""], "at least one"),
-    (["-n", "1"], "found 1 and 12"),
+    (["-n", "0"], "found 0 and 12"),
+    (["-n", "1"], "one process sends nothing"),
     (["--json", "/nowhere/at/all.json"], "no folder /nowhere/at"),
 ])
 def test_bad_arguments_are_explained(args, message, capsys):

@@ -110,6 +110,9 @@ MODELS = {
 #: A small learning rate: the numbers do not matter, but must stay finite.
 RATE = 1e-4
 
+#: Measured besides the methods: the exchange of a step of onebit_adam, alone.
+EXCHANGE = "exchange"
+
 #: The default quantizer and options, and the paper's. One exact round, then 1-bit
 #: rounds, with the stage chosen in the step as in a real run.
 METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {

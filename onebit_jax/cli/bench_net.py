@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import pathlib
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from onebit_jax.cli import launch, netns
-from onebit_jax.cli.bench_models import METHODS, MODELS
+from onebit_jax.cli import launch, netns, rates
+from onebit_jax.cli.bench_models import EXCHANGE, METHODS, MODELS
 
 #: Of counted against predicted bytes; more is marked.
 TOLERANCE = 0.05
@@ -84,10 +83,14 @@ def _problem(args: argparse.Namespace) -> str | None:
         return f"no methods {', '.join(unknown)}: choose from {', '.join(METHODS)}"
     if not args.methods or not args.rates:
         return "name at least one of --methods and one of --rates"
-    if bad := [r for r in args.rates if _bits_per_second(r) is None]:
-        return f"no rates {', '.join(bad)}: write them like none, 100mbit or 1gbit"
-    if args.n < 2 or args.steps < 1:
-        return f"needs -n of 2 or more and --steps of 1 or more, found {args.n} and {args.steps}"
+    try:
+        limits = [rates.bits_per_second_or_none(r) for r in args.rates]
+    except argparse.ArgumentTypeError as error:
+        return f"--rates: {error}"
+    if args.n < 1 or args.steps < 1:
+        return f"needs -n and --steps of 1 or more, found {args.n} and {args.steps}"
+    if args.n == 1 and any(limits):
+        return "one process sends nothing: use --rates none, or -n of 2 or more"
     for path in filter(None, (args.json, args.plot)):
         if not path.absolute().parent.is_dir():
             return f"no folder {path.absolute().parent} to write {path.name} into: make it first"
@@ -95,15 +98,6 @@ def _problem(args: argparse.Namespace) -> str | None:
     if lacking := [m for m in needed if not find_spec(m)]:
         return f"needs {' and '.join(lacking)}: pip install 'onebit_jax[cli]'"
     return None
-
-
-def _bits_per_second(rate: str) -> float | None:
-    """For sorting and for finding errors; ``tc`` gets the text."""
-    if rate == "none":
-        return float("inf")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
-    factors = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
-    return float(match[1]) * factors[match[2]] if match else None
 
 
 def _measure(args: argparse.Namespace, rate: str) -> tuple[int, list[dict[str, Any]]]:
@@ -126,7 +120,8 @@ def _rows(
     # Loopback is one interface and counts what all processes send.
     senders = args.n if rate == "none" else 1
     rows = []
-    for method in args.methods:
+    limit = rates.bits_per_second_or_none(rate)
+    for method in measured[0]:
         of_all = [process[method] for process in measured]
         # A step takes as long as it takes the slowest.
         times = np.max([one["ms"] for one in of_all], axis=0)
@@ -140,11 +135,15 @@ def _rows(
             "model": args.model, "method": method, "rate": rate, "workers": args.n,
             "step_ms": float(median), "q1_ms": float(q1), "q3_ms": float(q3),
             "bytes_per_step": counted, "payload_per_step": payload,
-            "predicted_bytes": predicted, "payload_over_predicted": payload / predicted,
+            "predicted_bytes": predicted,
+            "payload_over_predicted": payload / predicted if predicted else None,
+            # Above what the bytes take at the rate of the link.
+            "time_over_wire": median / (8e3 * predicted / limit) if limit else None,
         })
     adam = {row["method"]: row["step_ms"] for row in rows}.get("adam")
     for row in rows:
-        row["speedup_over_adam"] = adam and adam / row["step_ms"]
+        is_step = row["method"] != EXCHANGE
+        row["speedup_over_adam"] = adam / row["step_ms"] if adam and is_step else None
     return rows
 
 
@@ -154,39 +153,43 @@ def _print_table(results: Sequence[dict[str, Any]], load: Sequence[float]) -> No
 
     table = Table(title=f"{results[0]['model']}, {results[0]['workers']} workers")
     for heading in ("rate", "method", "step ms", "quartiles", "speedup", "MB sent",
-                    "payload / predicted"):
+                    "payload / predicted", "time / wire"):
         table.add_column(heading, justify="left" if heading in ("rate", "method") else "right")
     for row in results:
         ratio, speedup = row["payload_over_predicted"], row["speedup_over_adam"]
+        wire = row["time_over_wire"]
         table.add_row(
             row["rate"], row["method"], f"{row['step_ms']:.1f}",
             f"{row['q1_ms']:.1f}-{row['q3_ms']:.1f}", f"{speedup:.2f}" if speedup else "",
-            f"{row['bytes_per_step'] / 1e6:.3f}", f"{ratio:.3f}{_mark(ratio)}",
+            f"{row['bytes_per_step'] / 1e6:.3f}", f"{ratio:.3f}{_mark(ratio)}" if ratio else "",
+            f"{wire:.2f}" if wire else "",
         )
     # Else cut to the 80 columns of no terminal, when the output goes to a file.
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
-    console.print(f"MB sent: by each worker and step. Load average before: {load[0]:.2f}")
+    console.print("MB sent: by each worker and step. time / wire: over what the bytes predicted "
+                  f"take at the rate of the link. Load average before: {load[0]:.2f}")
     if any(_mark(row["payload_over_predicted"]) for row in results):
         console.print(f"! more than {TOLERANCE:.0%} from the predicted bytes", markup=False)
 
 
-def _mark(ratio: float) -> str:
-    return " !" if abs(ratio - 1) > TOLERANCE else ""
+def _mark(ratio: float | None) -> str:
+    return " !" if ratio and abs(ratio - 1) > TOLERANCE else ""
 
 
 def _draw(results: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     from matplotlib.figure import Figure  # without pyplot: needs no display
 
-    rates = sorted({row["rate"] for row in results}, key=lambda r: _bits_per_second(r) or 0)
+    speed = lambda rate: rates.bits_per_second_or_none(rate) or float("inf")
+    order = sorted({row["rate"] for row in results}, key=speed)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for method in dict.fromkeys(row["method"] for row in results):
         rows = {row["rate"]: row for row in results if row["method"] == method}
-        medians = np.array([rows[rate]["step_ms"] for rate in rates])
-        low = medians - [rows[rate]["q1_ms"] for rate in rates]
-        high = [rows[rate]["q3_ms"] for rate in rates] - medians
-        axes.errorbar(rates, medians, [low, high], marker="o", capsize=3, label=method)
+        medians = np.array([rows[rate]["step_ms"] for rate in order])
+        low = medians - [rows[rate]["q1_ms"] for rate in order]
+        high = [rows[rate]["q3_ms"] for rate in order] - medians
+        axes.errorbar(order, medians, [low, high], marker="o", capsize=3, label=method)
     axes.set_yscale("log")
     axes.set_xlabel("rate of each worker's link (none: loopback)")
     axes.set_ylabel("step time in ms, median and quartiles")

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import onebit_jax
-from onebit_jax.cli.bench_models import METHODS, MODELS, Model
+from onebit_jax import allreduce, workers
+from onebit_jax.cli.bench_models import EXCHANGE, METHODS, MODELS, Model
 
 #: Steps of every method before the timed ones: compilation and the exact round.
 UNTIMED = 2
@@ -32,26 +34,17 @@ class Sent(NamedTuple):
     packets: int
 
 
-class Runner:
-    """A method with its own state, stepped in turn with the others."""
+class Timed:
+    """Something that all processes do in steps, and what is on record of it."""
 
-    def __init__(self, name: str, model: Model, mesh: Mesh):
-        tx = METHODS[name]()
-        self._step = onebit_jax.make_train_step(model.loss, tx, mesh)
-        params = jax.jit(model.init)(jax.random.key(0))
-        with jax.set_mesh(mesh):
-            self._state = self._step.place((params, tx.init(params)))
+    def __init__(self) -> None:
         self.predicted = 0
+        self.milliseconds = 0.0
         self.record: dict[str, list[float]] = {"ms": [], "bytes": [], "payload": []}
 
     def step(self, batch: Any) -> None:
         """One step, done when all of its results are there."""
-        before = onebit_jax.bytes_sent(self._state)
-        start = time.perf_counter()
-        self._state, metrics = self._step(self._state, batch)
-        jax.block_until_ready((self._state, metrics))
-        self.milliseconds = 1e3 * (time.perf_counter() - start)
-        self.predicted = onebit_jax.bytes_sent(self._state) - before
+        raise NotImplementedError
 
     def timed_step(self, batch: Any, idle: Sent) -> None:
         """One step on the record, with what the interface sent in it."""
@@ -60,6 +53,56 @@ class Runner:
         self.record["ms"].append(self.milliseconds)
         self.record["bytes"].append(n_bytes)
         self.record["payload"].append(n_bytes - HEADERS * (sent.packets - idle.packets))
+
+
+class Runner(Timed):
+    """A method with its own state, stepped in turn with the others."""
+
+    def __init__(self, name: str, model: Model, mesh: Mesh):
+        super().__init__()
+        tx = METHODS[name]()
+        self._step = onebit_jax.make_train_step(model.loss, tx, mesh)
+        params = jax.jit(model.init)(jax.random.key(0))
+        with jax.set_mesh(mesh):
+            self._state = self._step.place((params, tx.init(params)))
+
+    def step(self, batch: Any) -> None:
+        before = onebit_jax.bytes_sent(self._state)
+        start = time.perf_counter()
+        self._state, metrics = self._step(self._state, batch)
+        jax.block_until_ready((self._state, metrics))
+        self.milliseconds = 1e3 * (time.perf_counter() - start)
+        self.predicted = onebit_jax.bytes_sent(self._state) - before
+
+
+class Exchange(Timed):
+    """The exchange of a 1-bit round alone: as many words as it sends, on the same way."""
+
+    def __init__(self, n_bytes: int, mesh: Mesh):
+        super().__init__()
+        w = mesh.size
+        direct = workers.is_direct(w)
+        self.predicted = n_bytes
+        row = n_bytes // 4 // max(w - 1, 1) // (1 if direct else 2)
+
+        def exchange(payload: jax.Array) -> jax.Array:
+            if not direct:
+                payload = allreduce.swap_payload(payload, "data")[:1]
+            return allreduce.gather_payload(payload, "data")
+
+        data, everywhere = PartitionSpec("data"), PartitionSpec()
+        self._exchange = jax.jit(
+            jax.shard_map(exchange, mesh=mesh, in_specs=data, out_specs=everywhere)
+        )
+        shape = (w if direct else w * w, row)
+        self._payload = jax.jit(
+            lambda: jnp.ones(shape, jnp.uint32), out_shardings=NamedSharding(mesh, data)
+        )()
+
+    def step(self, batch: Any) -> None:
+        start = time.perf_counter()
+        jax.block_until_ready(self._exchange(self._payload))
+        self.milliseconds = 1e3 * (time.perf_counter() - start)
 
 
 def _read_sent() -> Sent:
@@ -98,10 +141,13 @@ def _measure(model: Model, methods: Sequence[str], steps: int) -> dict[str, Any]
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     put = lambda x: jax.make_array_from_process_local_data(sharding, x)
     batch = jax.tree.map(put, local)
-    runners = {name: Runner(name, model, mesh) for name in methods}
+    runners: dict[str, Timed] = {name: Runner(name, model, mesh) for name in methods}
     for runner in runners.values():
         for _ in range(UNTIMED):
             runner.step(batch)
+    if "onebit_adam" in runners:
+        runners[EXCHANGE] = Exchange(runners["onebit_adam"].predicted, mesh)
+        runners[EXCHANGE].step(batch)
     idle = _idle()
     # Round robin, so that a change of the machine's load meets all methods.
     for _ in range(steps):
