@@ -60,7 +60,7 @@ def test_a_short_run(tmp_path, capfd):
     summary = json.loads(out.read_text())
     rows = {row["method"]: row for row in summary["results"]}
     assert len(summary["load_average"]) == 3
-    assert list(rows) == list(METHODS)
+    assert list(rows) == [*METHODS, "exchange"]
     for row in rows.values():
         assert set(row) == FIELDS
         assert (row["model"], row["rate"], row["workers"]) == ("tiny", "none", 2)
