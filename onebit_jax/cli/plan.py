@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     by_memory = f"of memory for each parameter at {model.MEMORY_SPEED / 1e9:g} GB/s"
     parser.add_argument(
         "--update-ms-adam", type=_milliseconds, metavar="MS",
-        help=f"Adam's update; default: {model.ADAM_MEMORY_BYTES} bytes {by_memory}",
+        help=f"Adam's update, and what else its step takes but the wire, such as a CPU's part in "
+        f"the exchange; default: {model.ADAM_MEMORY_BYTES} bytes {by_memory}",
     )
     parser.add_argument(
         "--update-ms-onebit", type=_milliseconds, metavar="MS",

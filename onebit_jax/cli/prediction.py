@@ -6,13 +6,13 @@ from typing import NamedTuple
 #: Share of the bandwidth that an exchange reaches, as ``bench net`` measures it.
 EFFICIENCY_F32 = 0.9
 EFFICIENCY_BF16 = 0.85
-EFFICIENCY_ONEBIT = 0.85
+EFFICIENCY_ONEBIT = 0.94
 
 #: Where an update is not measured: the bytes of memory it moves for each parameter,
-#: and how many a second.
+#: and how many a second, as ``bench update`` measured on one core.
 ADAM_MEMORY_BYTES = 28
 ONEBIT_MEMORY_BYTES = 60
-MEMORY_SPEED = 20e9
+MEMORY_SPEED = 28e9
 
 #: Bytes per parameter on the wire. One float32 scale for 512 signs.
 F32_BYTES = 4
