@@ -307,7 +307,7 @@ def _mean(tree: Any, axis_name: str) -> Any:
 
 def _all_finite(tree: Any) -> jax.Array:
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return workers.all_agree([jnp.all(jnp.isfinite(x)) for x in leaves])
+    return workers.all_finite(leaves)
 
 
 def _hold(skipped: jax.Array, old: Any, new: Any) -> Any:

@@ -115,14 +115,33 @@ EXCHANGE = "exchange"
 
 #: The default quantizer and options, and the paper's. One exact round, then 1-bit
 #: rounds, with the stage chosen in the step as in a real run.
+#: "adam" is a step by hand, see :func:`adam_by_hand`.
 METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "adam": lambda: optax.chain(onebit_jax.exact_mean("data"), optax.adam(RATE)),
+    "adam": lambda: optax.adam(RATE),
     "adam_bf16": lambda: optax.chain(
         onebit_jax.exact_mean("data", "bfloat16"), optax.adam(RATE)
     ),
     "onebit_adam": lambda: onebit_jax.onebit_adam(RATE, "data", variance=1),
     "paper": lambda: onebit_jax.paper_1bit_adam(RATE, "data", warmup_steps=1),
 }
+
+
+def adam_by_hand(loss: Callable[..., jax.Array], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """The step of plain data-parallel Adam: a mean of the gradients, and ``optax.adam``."""
+    tx = METHODS["adam"]()
+
+    def local(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = jax.lax.pmean((value, grads), "data")
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    everywhere, data = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=(everywhere, data), out_specs=everywhere, check_vma=False
+    )
+    return jax.jit(step, donate_argnums=0)
 
 
 def _dense(key: jax.Array, n_in: int, n_out: int) -> PyTree:
