@@ -52,30 +52,28 @@ def update(
         if go is not True:
             new = jax.tree.map(lambda n, old: jnp.where(go, n, old), new, into)
         return new, go
-    turns = tiles // size
+    turns, rest = divmod(tiles, size)
     take = lambda tree, start, n: jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, start, n), tree
     )
 
-    def turn(into: Any, start: Any, n: int) -> Any:
-        new = fn(take(into, start, n), take(args, start, n))
+    def turn(into: Any, start: Any, n: int, held: bool = False) -> Any:
+        old = take(into, start, n)
+        new = fn(old, take(args, start, n))
+        if held:
+            new = jax.tree.map(lambda n, o: jnp.where(go, n, o), new, old)
         put = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0)
         return jax.tree.map(put, into, new)
+
+    if rest:  # first, so that the end of the loop is the end of it all
+        into = turn(into, turns * size, rest, held=True)
 
     def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
         return carry[0] + 1, turn(carry[1], carry[0] * size, size)
 
     last = jnp.where(go, jnp.int32(turns), jnp.int32(0))
     done, into = lax.while_loop(lambda carry: carry[0] < last, body, (jnp.int32(0), into))
-    ended = done > 0
-    if tiles % size:
-        start, rest = turns * size, tiles % size
-        old = take(into, start, rest)
-        new = fn(old, take(args, start, rest))
-        new = jax.tree.map(lambda n, o: jnp.where(ended, n, o), new, old)
-        put = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0)
-        into = jax.tree.map(put, into, new)
-    return into, ended
+    return into, done > 0
 
 
 def compute(fn: Callable[[Any], Any], args: Any) -> Any:
