@@ -166,6 +166,7 @@ def test_model_parallel_shards_exchange_over_the_data_axis_only():
     assert groups
 
 
+@pytest.mark.slow
 def test_a_tree_like_gpt2_small_works():
     """49 leaves, among them an embedding whose rows do not divide into words."""
     shapes = [(5025, 76), (102, 76)]
