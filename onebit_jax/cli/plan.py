@@ -161,7 +161,8 @@ def _printer() -> Callable[[dict[str, Any]], None]:
             table.add_column(column, justify="right", no_wrap=True)
         for m in report["methods"]:
             table.add_row(*_cells(m))
-        console = Console()
+        # Else cut to the 80 columns of no terminal, when the output goes to a file.
+        console = Console(width=None if sys.stdout.isatty() else 110)
         console.print(table)
         console.print(
             f"of a step: computation {_time(s['compute'])}, update of Adam "
