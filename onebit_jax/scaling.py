@@ -153,6 +153,7 @@ def scale_by_onebit_adam(
         wrappers.refuse_wrappers(updates, axis_name)
         workers.check_updates(updates, axis_name)
         workers.check_tree(updates, state.errors.worker_error, "onebit_adam")
+
         def nu_correction(nu_count: jax.Array) -> jax.Array:
             if not bias_correction:
                 return jnp.float32(1)

@@ -47,29 +47,28 @@ def update(
     leaves = jax.tree.leaves(into)
     tiles = leaves[0].shape[0]
     size = _tiles_at_once(tiles)
+
+    def hold(new: Any, old: Any) -> Any:
+        return new if go is True else jax.tree.map(lambda n, o: jnp.where(go, n, o), new, old)
+
     if size == tiles:
-        new = fn(into, args)
-        if go is not True:
-            new = jax.tree.map(lambda n, old: jnp.where(go, n, old), new, into)
-        return new, go
+        return hold(fn(into, args), into), go
     turns, rest = divmod(tiles, size)
     take = lambda tree, start, n: jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, start, n), tree
     )
 
-    def turn(into: Any, start: Any, n: int, held: bool = False) -> Any:
+    def turn(into: Any, start: Any, n: int, keep: Callable[[Any, Any], Any]) -> Any:
         old = take(into, start, n)
-        new = fn(old, take(args, start, n))
-        if held:
-            new = jax.tree.map(lambda n, o: jnp.where(go, n, o), new, old)
+        new = keep(fn(old, take(args, start, n)), old)
         put = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0)
         return jax.tree.map(put, into, new)
 
     if rest:  # first, so that the end of the loop is the end of it all
-        into = turn(into, turns * size, rest, held=True)
+        into = turn(into, turns * size, rest, hold)
 
     def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        return carry[0] + 1, turn(carry[1], carry[0] * size, size)
+        return carry[0] + 1, turn(carry[1], carry[0] * size, size, lambda new, _: new)
 
     last = jnp.where(go, jnp.int32(turns), jnp.int32(0))
     done, into = lax.while_loop(lambda carry: carry[0] < last, body, (jnp.int32(0), into))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from onebit_jax.cli import launch, netns, rates
+from onebit_jax.cli import launch, netns, rates, terminal
 from onebit_jax.cli.bench_models import EXCHANGE, METHODS, MODELS
 
 #: Of counted against predicted bytes; more is marked.
@@ -148,7 +148,6 @@ def _rows(
 
 
 def _print_table(results: Sequence[dict[str, Any]], load: Sequence[float]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{results[0]['model']}, {results[0]['workers']} workers")
@@ -164,8 +163,7 @@ def _print_table(results: Sequence[dict[str, Any]], load: Sequence[float]) -> No
             f"{row['bytes_per_step'] / 1e6:.3f}", f"{ratio:.3f}{_mark(ratio)}" if ratio else "",
             f"{wire:.2f}" if wire else "",
         )
-    # Else cut to the 80 columns of no terminal, when the output goes to a file.
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = terminal.console()
     console.print(table)
     console.print("MB sent: by each worker and step. time / wire: over what the bytes predicted "
                   f"take at the rate of the link. Load average before: {load[0]:.2f}")

@@ -1,5 +1,6 @@
 """One process of ``bench net``, which starts it: times the steps of all methods in turn."""
 
+import abc
 import argparse
 import json
 import os
@@ -34,7 +35,7 @@ class Sent(NamedTuple):
     packets: int
 
 
-class Timed:
+class Timed(abc.ABC):
     """Something that all processes do in steps, and what is on record of it."""
 
     def __init__(self) -> None:
@@ -42,9 +43,9 @@ class Timed:
         self.milliseconds = 0.0
         self.record: dict[str, list[float]] = {"ms": [], "bytes": [], "payload": []}
 
+    @abc.abstractmethod
     def step(self, batch: Any) -> None:
-        """One step, done when all of its results are there."""
-        raise NotImplementedError
+        """One step, done when all of its results are there; sets ``milliseconds``."""
 
     def timed_step(self, batch: Any, idle: Sent) -> None:
         """One step on the record, with what the interface sent in it."""

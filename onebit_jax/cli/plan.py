@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from onebit_jax.cli import prediction as model, rates
+from onebit_jax.cli import prediction as model, rates, terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +140,9 @@ def summary(setting: model.Setting, steps: int, exact_fraction: float) -> dict[s
 def _printer() -> Callable[[dict[str, Any]], None]:
     try:
         from rich.box import SIMPLE_HEAD
-        from rich.console import Console
         from rich.table import Table
+
+        console = terminal.console()
     except ImportError as error:
         raise ValueError(
             "the table needs rich, which is not installed: pip install 'onebit_jax[cli]'"
@@ -161,8 +162,6 @@ def _printer() -> Callable[[dict[str, Any]], None]:
             table.add_column(column, justify="right", no_wrap=True)
         for m in report["methods"]:
             table.add_row(*_cells(m))
-        # Else cut to the 80 columns of no terminal, when the output goes to a file.
-        console = Console(width=None if sys.stdout.isatty() else 110)
         console.print(table)
         console.print(
             f"of a step: computation {_time(s['compute'])}, update of Adam "
