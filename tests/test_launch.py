@@ -136,7 +136,10 @@ child = subprocess.Popen([sys.executable, "-c", "{WAIT}"])
 open(sys.argv[1] + os.environ["JAX_PROCESS_ID"], "w").write(f"{{os.getpid()}} {{child.pid}} ")
 {WAIT}
 """
-    command = [sys.executable, "-m", "onebit_jax", "launch", "-n", "2", "--rate", rate, "--",
+    # Under nohup the tests ignore SIGHUP, and what they start would as well.
+    heeding = ("import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+               "from onebit_jax import cli; sys.exit(cli.main(sys.argv[1:]))")
+    command = [sys.executable, "-c", heeding, "launch", "-n", "2", "--rate", rate, "--",
                sys.executable, "-c", code, str(tmp_path / "pids")]
     launcher = subprocess.Popen(command)
     pids = []
