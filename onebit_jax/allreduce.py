@@ -116,7 +116,10 @@ def compressed_allreduce(
         finite, cut = finite & group_finite, jnp.maximum(cut, group_cut)
     finished = (leaf.finish(finite) for leaf in leaves)
     # An empty leaf has an empty mean and stays as it is.
-    results = [next(finished) if row[1].size else (row[1][0], *row[1:3]) for row in rows]
+    results = [
+        next(finished) if worker.size else (worker[0] if held is None else held, worker, server)
+        for _, worker, server, _, held in rows
+    ]
     means, worker, server = (
         treedef.unflatten([result[i] for result in results]) for i in range(3)
     )

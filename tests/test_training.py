@@ -270,3 +270,19 @@ def test_a_skipped_step_keeps_flax_step_and_batch_statistics():
     assert int(state.step) == 0
     for leaf in jax.tree.leaves(state.batch_stats):
         assert np.isfinite(np.asarray(leaf)).all()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: onebit_jax.onebit_adam(0.05, AXIS, variance=2),
+    lambda: optax.chain(onebit_jax.compressed_mean(AXIS), optax.sgd(0.1)),
+])
+def test_empty_and_none_leaves_train(make):
+    params = {**fresh(), "empty": jnp.zeros((0, 4)), "none": None}
+    tx = make()
+    step = onebit_jax.make_train_step(loss_fn, tx, mesh(4))
+    with jax.set_mesh(mesh(4)):
+        state = (params, tx.init(params))
+    for _ in range(4):
+        state, metrics = step(state, (X, Y))
+    assert state[0]["empty"].shape == (0, 4)
+    assert np.isfinite(float(metrics["loss"]))
