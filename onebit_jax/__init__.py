@@ -5,7 +5,11 @@ from onebit_jax.adam import (
     onebit_adamw as onebit_adamw,
     paper_1bit_adam as paper_1bit_adam,
 )
-from onebit_jax.allreduce import ErrorFeedback as ErrorFeedback
+from onebit_jax.feedback import (
+    ErrorFeedback as ErrorFeedback,
+    resize_workers as resize_workers,
+    state_specs as state_specs,
+)
 from onebit_jax.packing import pack_signs as pack_signs, unpack_signs as unpack_signs
 from onebit_jax.quantize import SignQuantizer as SignQuantizer
 from onebit_jax.scaling import (
@@ -34,11 +38,7 @@ from onebit_jax.wire import (
     metrics as metrics,
     wire_report as wire_report,
 )
-from onebit_jax.workers import (
-    per_worker as per_worker,
-    resize_workers as resize_workers,
-    state_specs as state_specs,
-)
+from onebit_jax.workers import per_worker as per_worker
 from onebit_jax.wrappers import accumulate as accumulate
 
 __version__ = "0.1.0"

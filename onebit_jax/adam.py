@@ -25,6 +25,7 @@ def onebit_adam(
     variance_floor: jax.typing.ArrayLike = 1e-2,
     bias_correction: bool = True,
     mu_dtype: Any = None,
+    error_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam that exchanges one bit per parameter in most of its steps.
 
@@ -54,7 +55,8 @@ def onebit_adam(
     ``exact=True`` compiles just that one. It must be what ``variance`` would say.
 
     Gradients may be of any real floating dtype and shape, empty and scalar leaves
-    included; updates have their dtype, and all state is float32 but for ``mu_dtype``.
+    included; updates have their dtype, and all state is float32 but for
+    ``mu_dtype`` and ``error_dtype``.
 
     Args:
       learning_rate: a number or an Optax schedule.
@@ -78,6 +80,8 @@ def onebit_adam(
       bias_correction: as in Optax; the second moment is corrected by the decay
         that it has had. False never corrects, as in DeepSpeed.
       mu_dtype: dtype in which the first moment is kept; default float32.
+      error_dtype: dtype in which worker and server errors are kept; default float32.
+        ``"bfloat16"`` saves up to 4 bytes per parameter.
 
     Returns:
       A transformation that is chained, scheduled and partitioned like
@@ -113,7 +117,7 @@ def onebit_adam(
         scale_by_onebit_adam(
             axis_name, b1, b2, eps, variance=variance, quantizer=quantizer,
             precondition=precondition, variance_floor=variance_floor,
-            bias_correction=bias_correction, mu_dtype=mu_dtype,
+            bias_correction=bias_correction, mu_dtype=mu_dtype, error_dtype=error_dtype,
         ),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -134,6 +138,7 @@ def onebit_adamw(
     variance_floor: jax.typing.ArrayLike = 1e-2,
     bias_correction: bool = True,
     mu_dtype: Any = None,
+    error_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """:func:`onebit_adam` with decoupled weight decay, as in ``optax.adamw``.
 
@@ -155,6 +160,7 @@ def onebit_adamw(
       variance_floor: see there.
       bias_correction: see there.
       mu_dtype: see there.
+      error_dtype: see there.
 
     Returns:
       A transformation; its ``update`` needs ``params``.
@@ -175,7 +181,7 @@ def onebit_adamw(
         scale_by_onebit_adam(
             axis_name, b1, b2, eps, variance=variance, quantizer=quantizer,
             precondition=precondition, variance_floor=variance_floor,
-            bias_correction=bias_correction, mu_dtype=mu_dtype,
+            bias_correction=bias_correction, mu_dtype=mu_dtype, error_dtype=error_dtype,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

@@ -7,13 +7,14 @@ only those of scalars, metrics and batch statistics.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import workers
+from onebit_jax.feedback import ErrorFeedback
 from onebit_jax.leaves import Leaf, to_rows
 from onebit_jax.quantize import Encoded, SignQuantizer
 
@@ -22,35 +23,6 @@ PyTree = Any
 #: Words that a process on a CPU sends at a time, 170 kB. Smaller pieces use a slow
 #: link better, but each costs milliseconds where the link is faster than the core.
 PIECE_WORDS = 42_500
-
-
-class ErrorFeedback(NamedTuple):
-    """What compression has left over and adds to the next round.
-
-    Attributes:
-      worker_error: float32 ``(1 or w, *leaf.shape)`` for each leaf, what this
-        worker's own quantization lost.
-      server_error: float32 ``(1 or w, L)`` for each leaf, what was lost when
-        this worker quantized the mean of the chunk of ``L`` entries it serves;
-        ``L`` is 0 for one or two workers, which need no server.
-    """
-
-    worker_error: PyTree
-    server_error: PyTree
-
-
-def init_errors(params: PyTree, axis_name: str | None) -> ErrorFeedback:
-    """Zero errors for a tree, see :class:`ErrorFeedback` for their shapes."""
-    w = workers.axis_size(axis_name)
-
-    def worker(p: Any) -> jax.Array:
-        return workers.worker_zeros_like(p, axis_name)
-
-    def server(p: Any) -> jax.Array:
-        length = workers.served_length(math.prod(jnp.shape(p)), w)
-        return workers.worker_zeros(p, (length,), jnp.float32, axis_name)
-
-    return ErrorFeedback(jax.tree.map(worker, params), jax.tree.map(server, params))
 
 
 def compressed_allreduce(
@@ -73,7 +45,7 @@ def compressed_allreduce(
 
     Args:
       values: pytree of local float arrays or :class:`Lazy`.
-      errors: the state from :func:`init_errors` or the last call.
+      errors: the state from ``feedback.init_errors`` or the last call.
       axis_name: bound mesh axis, or None for one worker.
       quantizer: how to quantize.
       divisors: positive arrays or :class:`Lazy` like ``values``, the same on every
@@ -117,7 +89,9 @@ def compressed_allreduce(
     finished = (leaf.finish(finite) for leaf in leaves)
     # An empty leaf has an empty mean and stays as it is.
     results = [
-        next(finished) if worker.size else (worker[0] if held is None else held, worker, server)
+        next(finished) if worker.size else (
+            worker[0].astype(jnp.float32) if held is None else held, worker, server
+        )
         for _, worker, server, _, held in rows
     ]
     means, worker, server = (

@@ -37,7 +37,7 @@ class Leaf:
     """One leaf on its way through a round: chunks in rows, rows in tiles."""
 
     def __init__(
-        self, value: Any, worker_error: jax.Array, server_error: jax.Array, divisor: Any,
+        self, value: Any, worker_error: jax.Array, server_error: Any, divisor: Any,
         held: jax.Array | None, axis_name: str | None, quantizer: SignQuantizer, limit: Any,
     ) -> None:
         self.w = w = workers.bound_axis_size(axis_name)
@@ -45,12 +45,12 @@ class Leaf:
         self.quantizer, self.limit = quantizer, limit
         self.like = worker_error[0]
         n = self.like.size
-        served = workers.served_length(n, w)
-        if server_error.shape != (1, served):
+        found = None if server_error is None else server_error.shape
+        expected = None if workers.is_direct(w) else (1, workers.chunk_length(n, w))
+        if found != expected:
             raise workers.wrong_worker_count(
                 "compressed mean",
-                f"a server error has local shape {server_error.shape}, {w} workers need "
-                f"{(1, served)}",
+                f"a server error has local shape {found}, {w} workers need {expected}",
             )
         self.rows = 1 if workers.is_direct(w) else w
         self.length = workers.chunk_length(n, self.rows)
@@ -128,14 +128,14 @@ class Leaf:
         self.sources = [(self._per_tile(got.words), self._per_tile(self._magnitudes(got)))]
         return got.scales
 
-    def finish(self, finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def finish(self, finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The mean and the new errors, or what was before if not all was finite."""
 
         def new_error(into: jax.Array, args: Any) -> jax.Array:
             words, magnitudes, value, divisor = args
             own = packing.signed_planes(words, magnitudes)
             own = own if self.divisor is None else own * self.divisor.fn(*divisor)
-            return self._compensated(into, value) - own
+            return (self._compensated(into, value) - own).astype(into.dtype)
 
         _, *rest = self._own_args()
         error, finite = tiles.update(
@@ -158,9 +158,9 @@ class Leaf:
             means, _ = tiles.update(lambda _, part: mean(part), self.held, args, finite)
         return self._leaf(means), self._leaf(error)[None], self._new_server_error(finite)
 
-    def _new_server_error(self, finite: jax.Array) -> jax.Array:
-        if workers.is_direct(self.w):
-            return self.server_error
+    def _new_server_error(self, finite: jax.Array) -> jax.Array | None:
+        if self.server_error is None:
+            return None
 
         def lost(into: jax.Array, args: Any) -> jax.Array:
             (words, magnitudes), serving = args
@@ -169,20 +169,22 @@ class Leaf:
             if self.limit is not None:
                 rest = jnp.clip(rest, -self.limit, self.limit)
             rest = rest if self.divisor is None else rest * self.divisor.fn(*divisor)
-            return jnp.where(packing.unpack_planes(valid[0]), rest, 0.0) if valid else rest
+            rest = jnp.where(packing.unpack_planes(valid[0]), rest, 0.0) if valid else rest
+            return rest.astype(into.dtype)
 
         planes = packing.to_planes(self.server_error[0])
         planes, _ = tiles.update(lost, planes, (self.answer, self.serving), finite)
         return packing.from_planes(planes, self.length)[None]
 
     def _compensated(self, error: jax.Array, value: Any) -> jax.Array:
-        return self.value.fn(*value).astype(jnp.float32) + error
+        return self.value.fn(*value).astype(jnp.float32) + error.astype(jnp.float32)
 
     def _own_args(self) -> tuple[Any, ...]:
         return self.error, self.value.args, () if self.divisor is None else self.divisor.args
 
     def _served(self, error: jax.Array, serving: Any) -> jax.Array:
         sources, divisor, valid = serving
+        error = error.astype(jnp.float32)
         error = error if self.divisor is None else error / self.divisor.fn(*divisor)
         y = self._total(sources) / self.w + error
         return jnp.where(packing.unpack_planes(valid[0]), y, 0.0) if valid else y

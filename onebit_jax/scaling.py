@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from onebit_jax import allreduce, sync, variance as policies, workers, wrappers
-from onebit_jax.allreduce import ErrorFeedback
+from onebit_jax import allreduce, feedback, sync, variance as policies, workers, wrappers
+from onebit_jax.feedback import ErrorFeedback
 from onebit_jax.leaves import Lazy, Spans
 from onebit_jax.quantize import SignQuantizer
 from onebit_jax.sync import Rounds
@@ -90,6 +90,7 @@ def scale_by_onebit_adam(
     variance_floor: jax.typing.ArrayLike = 1e-2,
     bias_correction: bool = True,
     mu_dtype: Any = None,
+    error_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales **local** gradients by the 1-bit Adam algorithm.
 
@@ -108,6 +109,7 @@ def scale_by_onebit_adam(
         its neighbours, in force from the first 1-bit round on.
       bias_correction: as in Optax; False as in DeepSpeed.
       mu_dtype: dtype in which the first moment is kept.
+      error_dtype: dtype in which the errors are kept.
 
     Returns:
       A transformation with :class:`ScaleByOnebitAdamState`.
@@ -117,7 +119,8 @@ def scale_by_onebit_adam(
         ``init``, if the size of the axis is not known; from ``update``, if the
         axis is not bound, the gradients are already reduced, the tree is
         another one than at init, the state is that of another number of
-        workers, or a wrapper that cannot work is calling.
+        workers, or a wrapper that cannot work is calling; from ``init``, for an
+        ``error_dtype`` other than float32 and bfloat16.
       TypeError: from ``update``, for integer or complex gradients, or a
         ``quantizer`` that is none.
     """
@@ -135,7 +138,7 @@ def scale_by_onebit_adam(
             nu=optax.tree.zeros_like(params, dtype=jnp.float32),
             nu_spans=jax.tree.map(init_spans, params),
             nu_count=jnp.zeros((), jnp.int32),
-            errors=allreduce.init_errors(params, axis_name),
+            errors=feedback.init_errors(params, axis_name, error_dtype),
             variance=policy.init(b2),
             cut=jnp.zeros((), jnp.bool_),
             rounds=sync.init_rounds(axis_name),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from onebit_jax import allreduce, workers, wrappers
-from onebit_jax.allreduce import ErrorFeedback
+from onebit_jax import allreduce, feedback, workers, wrappers
+from onebit_jax.feedback import ErrorFeedback
 from onebit_jax.quantize import SignQuantizer
 
 
@@ -89,7 +89,7 @@ class CompressedMeanState(NamedTuple):
 
 
 def compressed_mean(
-    axis_name: str | None, quantizer: SignQuantizer = SignQuantizer()
+    axis_name: str | None, quantizer: SignQuantizer = SignQuantizer(), *, error_dtype: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's updates by their 1-bit mean, with error feedback.
 
@@ -109,6 +109,8 @@ def compressed_mean(
     Args:
       axis_name: data-parallel mesh axis, or None for one worker.
       quantizer: block size and scale.
+      error_dtype: dtype in which the errors are kept, ``"bfloat16"`` to save
+        memory; default float32.
 
     Returns:
       A transformation with :class:`CompressedMeanState`. Its ``update`` must
@@ -127,7 +129,7 @@ def compressed_mean(
 
     def init(params: Any) -> CompressedMeanState:
         return CompressedMeanState(
-            allreduce.init_errors(params, axis_name), init_rounds(axis_name)
+            feedback.init_errors(params, axis_name, error_dtype), init_rounds(axis_name)
         )
 
     def update(

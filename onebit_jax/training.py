@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from onebit_jax import sync, workers
+from onebit_jax import feedback, sync, workers
 from onebit_jax.scaling import ScaleByOnebitAdamState
 from onebit_jax.wrappers import AccumulateState
 
@@ -76,7 +76,7 @@ class TrainStep:
         ):
             return state
         size = self._mesh.shape[self._axis_name]
-        for leaf in workers.per_worker_leaves(state):
+        for leaf in feedback.per_worker_leaves(state):
             if leaf.shape[0] != size:
                 raise workers.wrong_worker_count(
                     "make_train_step",
@@ -84,7 +84,7 @@ class TrainStep:
                     f"{self._axis_name!r} has {size}",
                 )
         specs = jax.tree.leaves(
-            workers.state_specs(state, self._axis_name),
+            feedback.state_specs(state, self._axis_name),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         shardings = [NamedSharding(self._mesh, spec) for spec in specs]
@@ -243,7 +243,7 @@ def make_train_step(
             local_gradients, mesh=mesh, in_specs=(everywhere, everywhere, data, everywhere),
             out_specs=data, check_vma=False,
         )(params, model_state, batch, rng)
-        specs = workers.state_specs(state, axis_name)
+        specs = feedback.state_specs(state, axis_name)
         return jax.shard_map(
             synchronise, mesh=mesh, in_specs=(specs, data), out_specs=(specs, everywhere)
         )(state, results)

@@ -1,27 +1,15 @@
-"""What touches the mesh: axis sizes, per-worker values, specs, resizing."""
+"""What touches the mesh: axis sizes, per-worker values, agreement, checks."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from onebit_jax import packing
 
 PyTree = Any
-
-#: State fields whose arrays differ from worker to worker. Each has a leading
-#: worker axis: size 1 inside ``shard_map``, the number of workers outside. They
-#: are told by name: parameters kept in a NamedTuple or dataclass (not a dict) must
-#: not have fields of these names.
-PER_WORKER_FIELDS = frozenset({"worker_error", "server_error", "worker_sum", "sent"})
-
-#: State field whose arrays are flat, a value for some entries of a leaf each.
-SPANS_FIELD = "nu_spans"
-
 
 def known_axes() -> str:
     """The axis names in reach, as words for an error message."""
@@ -140,9 +128,9 @@ def worker_zeros(like: Any, shape: tuple[int, ...], dtype: Any, axis_name: str |
     return vary(zeros, varying_axes(like) | {axis_name})
 
 
-def worker_zeros_like(p: Any, axis_name: str | None) -> jax.Array:
-    """Float32 zeros ``(1 or w, *p.shape)`` that keep an explicit sharding of ``p``."""
-    zeros = worker_zeros(p, jnp.shape(p), jnp.float32, axis_name)
+def worker_zeros_like(p: Any, dtype: Any, axis_name: str | None) -> jax.Array:
+    """Zeros ``(1 or w, *p.shape)`` that keep an explicit sharding of ``p``."""
+    zeros = worker_zeros(p, jnp.shape(p), dtype, axis_name)
     if _bound_size(axis_name) is not None or not _is_sharded(p):
         return zeros
     spec = jax.typeof(p).sharding.spec
@@ -205,11 +193,6 @@ def chunk_length(n: int, workers: int) -> int:
     """
     unit = packing.TILE if n >= 64 * packing.TILE * workers else packing.WORD_BITS
     return unit * -(-n // (unit * workers))
-
-
-def served_length(n: int, workers: int) -> int:
-    """Entries of a leaf of ``n`` for which each worker keeps a server error."""
-    return 0 if is_direct(workers) else chunk_length(n, workers)
 
 
 def _is_sharded(x: jax.Array) -> bool:
@@ -300,134 +283,3 @@ def wrong_worker_count(what: str, found: str) -> ValueError:
         "(onebit_jax.state_specs); to go on with more or fewer workers, convert the "
         "state with onebit_jax.resize_workers."
     )
-
-
-def _field(path: tuple) -> str | None:
-    """The per-worker field of a state that a path runs through, if any."""
-    for key in path:
-        # DictKey has no name: a parameter in a dict may be called anything.
-        name = getattr(key, "name", None)
-        if name in PER_WORKER_FIELDS:
-            return name
-    return None
-
-
-def per_worker_leaves(state: PyTree) -> list[Any]:
-    """The leaves of a state that have a leading worker axis."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [leaf for path, leaf in leaves if _field(path)]
-
-
-def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None) -> PyTree:
-    """PartitionSpecs of a training state, for ``shard_map``, ``jit`` and Orbax.
-
-    Args:
-      state: an optimizer state, or any pytree around one (parameters, a Flax
-        ``TrainState``); arrays or ``ShapeDtypeStruct``.
-      axis_name: the data-parallel axis.
-      param_specs: specs of the parameters where they are sharded over other
-        axes, a pytree of PartitionSpecs with the structure of the parameters.
-        Default: everything but the per-worker leaves is replicated.
-
-    Returns:
-      A pytree of the structure of ``state``: ``P(axis_name)`` for per-worker
-      leaves, ``P()`` (or the parameter's spec) for the others.
-
-    Raises:
-      ValueError: if ``param_specs`` is a single spec and not a container.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, onebit_jax
-      >>> tx = onebit_jax.compressed_mean("data")
-      >>> with jax.set_mesh(jax.make_mesh((4,), ("data",))):
-      ...     state = tx.init(jnp.zeros(10))
-      >>> onebit_jax.state_specs(state, "data").errors.worker_error == jax.P("data")
-      True
-    """
-    treedef: Any = None
-    if param_specs is not None:
-        is_spec = lambda x: isinstance(x, PartitionSpec)
-        treedef = jax.tree.structure(param_specs, is_leaf=is_spec)
-        if jax.tree_util.treedef_is_leaf(treedef):
-            raise ValueError("param_specs must be a container of PartitionSpecs, found one leaf")
-
-    def spec(path: tuple, node: Any) -> Any:
-        field = _field(path)
-        if treedef is None or jax.tree.structure(node) != treedef:
-            return PartitionSpec(axis_name) if field else PartitionSpec()
-        spans = any(getattr(key, "name", None) == SPANS_FIELD for key in path)
-        if field is None and not spans:
-            return param_specs
-
-        def lead(leaf_spec: PartitionSpec) -> PartitionSpec:
-            if field not in (None, "server_error"):
-                return PartitionSpec(axis_name, *leaf_spec)
-            # These are flat: one chunk for each model shard.
-            names = [n for n in leaf_spec if n is not None]
-            flat = [a for n in names for a in (n if isinstance(n, tuple) else (n,))]
-            lead_axes = (axis_name,) if field else ()
-            return PartitionSpec(*lead_axes, tuple(flat) or None)
-
-        return jax.tree.map(lead, param_specs, is_leaf=is_spec)
-
-    matches = lambda node: treedef is not None and jax.tree.structure(node) == treedef
-    return jax.tree_util.tree_map_with_path(spec, state, is_leaf=matches)
-
-
-def resize_workers(state: PyTree, new_size: int) -> PyTree:
-    """Converts a state to another number of workers without losing error.
-
-    The averaged signal sees only the mean of the worker errors and the
-    concatenated server error, so every new worker gets the old mean and the
-    server error is cut anew, or added to the worker errors where one or two
-    workers need no server. Open sums of ``accumulate`` keep their mean too.
-
-    Args:
-      state: optimizer state or a pytree around one, with global arrays (leading
-        axis of per-worker leaves = old number of workers), all of them in reach
-        of this process, not model-parallel.
-      new_size: the new number of workers.
-
-    Returns:
-      The same structure; only the per-worker leaves differ, and are NumPy
-      arrays of the same dtypes.
-
-    Raises:
-      ValueError: if ``new_size`` is below 1.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, onebit_jax
-      >>> tx = onebit_jax.onebit_adam(1e-3, "data")
-      >>> with jax.set_mesh(jax.make_mesh((4,), ("data",))):
-      ...     state = tx.init(jnp.zeros(10))
-      >>> resized = onebit_jax.resize_workers(state, 2)
-      >>> resized[0].errors.worker_error.shape
-      (2, 10)
-    """
-    if new_size < 1:
-        raise ValueError(f"new_size must be at least 1, found {new_size}")
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-    leaves_at = {jax.tree_util.keystr(path): leaf for path, leaf in leaves if _field(path)}
-
-    def resize(path: tuple, leaf: Any) -> Any:
-        field = _field(path)
-        if field is None:
-            return leaf
-        held = np.asarray(leaf)  # in NumPy: the old and the new sharding do not mix
-        if field == "sent":
-            return np.repeat(held[:1], new_size, axis=0)
-        name = jax.tree_util.keystr(path)
-        if field == "server_error":
-            n = math.prod(leaves_at[name.replace(".server_error", ".worker_error")].shape[1:])
-            length = served_length(n, new_size)
-            flat = held.reshape(-1)[: n if length else 0]
-            return np.pad(flat, (0, new_size * length - flat.size)).reshape(new_size, length)
-        mean = held.mean(axis=0, keepdims=True)
-        if field == "worker_error" and is_direct(new_size):
-            # Without servers the workers carry what these had lost.
-            server = np.asarray(leaves_at[name.replace(".worker_error", ".server_error")])
-            if server.size:
-                mean = mean + server.reshape(-1)[: mean.size].reshape(mean.shape)
-        return np.repeat(mean, new_size, axis=0)
-
-    return jax.tree.unflatten(treedef, [resize(path, leaf) for path, leaf in leaves])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from onebit_jax import workers
+from onebit_jax import feedback, workers
 
 # Wrappers whose function runs the inner update in a way that breaks a
 # collective, by the qualified name of that function in optax.
@@ -117,7 +117,7 @@ def accumulate(
 
     def init(params: Any) -> AccumulateState:
         inner_state = inner.init(params)
-        held = workers.per_worker_leaves(inner_state)
+        held = feedback.per_worker_leaves(inner_state)
         if not held:
             raise ValueError(
                 "accumulate: the wrapped transformation exchanges nothing between workers. "

@@ -225,6 +225,15 @@ def test_leaf_dtypes_side_by_side():
             assert tree[name].dtype == jnp.float32
 
 
+def test_errors_may_be_kept_in_bfloat16():
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=3, error_dtype="bfloat16")
+    _, state = train("vma", 3, tx, gradients(3, 10), parameters())
+    for error in jax.tree.leaves(state[0].errors):
+        assert error.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="error_dtype must be float32 or bfloat16, found float16"):
+        onebit_jax.compressed_mean(None, error_dtype="float16").init(jnp.zeros(3))
+
+
 def test_mu_dtype_is_how_the_first_moment_is_kept():
     tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=3, mu_dtype="bfloat16")
     trained, state = train("vma", 2, tx, gradients(2, 10), parameters())
