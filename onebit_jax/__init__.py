@@ -12,6 +12,10 @@ from onebit_jax.feedback import (
 )
 from onebit_jax.packing import pack_signs as pack_signs, unpack_signs as unpack_signs
 from onebit_jax.quantize import SignQuantizer as SignQuantizer
+from onebit_jax.replicas import (
+    assert_replicas_equal as assert_replicas_equal,
+    replica_fingerprint as replica_fingerprint,
+)
 from onebit_jax.scaling import (
     ScaleByOnebitAdamState as ScaleByOnebitAdamState,
     scale_by_onebit_adam as scale_by_onebit_adam,

@@ -202,7 +202,7 @@ def swap_payload(payload: jax.Array, axis_name: str) -> jax.Array:
 
 def gather_payload(payload: jax.Array, axis_name: str) -> jax.Array:
     """Every worker's ``(1, C)`` to everybody: ``(w, C)``."""
-    return _in_pieces(lambda row: _all_gather(row[0], axis_name), payload, PIECE_WORDS)
+    return _in_pieces(lambda row: all_gather(row[0], axis_name), payload, PIECE_WORDS)
 
 
 def _in_pieces(
@@ -223,7 +223,7 @@ def _in_pieces(
     return together[:, : payload.shape[1]]
 
 
-def _all_gather(x: jax.Array, axis_name: str) -> jax.Array:
+def all_gather(x: jax.Array, axis_name: str) -> jax.Array:
     """all_gather whose result is known to be the same everywhere."""
     if workers.tracks_axis(axis_name):
         return lax.all_gather(x, axis_name, to="invarying")
@@ -266,7 +266,7 @@ def _half_precision_mean(
     bits = lax.all_to_all(bits, axis_name, split_axis=0, concat_axis=0, tiled=True)
     parts = lax.bitcast_convert_type(bits, wire).astype(jnp.float32)
     mean = sum((parts[i] for i in range(1, w)), start=parts[0]) / w
-    bits = _all_gather(lax.bitcast_convert_type(mean.astype(wire), jnp.uint16), axis_name)
+    bits = all_gather(lax.bitcast_convert_type(mean.astype(wire), jnp.uint16), axis_name)
     means = lax.bitcast_convert_type(bits, wire).astype(jnp.float32)
     result, start = [], 0
     for x, n in zip(leaves, lengths, strict=True):

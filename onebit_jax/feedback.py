@@ -76,6 +76,12 @@ def per_worker_leaves(state: PyTree) -> list[Any]:
     return [leaf for path, leaf in leaves if _field(path)]
 
 
+def shared_leaves(state: PyTree) -> list[tuple[tuple, Any]]:
+    """The other leaves of a state, with their paths: the same on all workers."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [(path, leaf) for path, leaf in leaves if not _field(path)]
+
+
 def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None) -> PyTree:
     """PartitionSpecs of a training state, for ``shard_map``, ``jit`` and Orbax.
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onebit_jax import feedback, sync, workers
 from onebit_jax.scaling import ScaleByOnebitAdamState
+from onebit_jax.watch import Outcome, Watch, outcome
 from onebit_jax.wrappers import AccumulateState
 
 PyTree = Any
@@ -22,10 +23,11 @@ PyTree = Any
 class TrainStep:
     """A compiled data-parallel train step; made by :func:`make_train_step`."""
 
-    def __init__(self, step: Callable, mesh: Mesh, axis_name: str):
+    def __init__(self, step: Callable, mesh: Mesh, axis_name: str, watch: Watch):
         self._step = jax.jit(step, donate_argnums=0)
         self._mesh = mesh
         self._axis_name = axis_name
+        self._watch = watch
         self._shardings: dict[Any, list[NamedSharding]] = {}
         axis = mesh.axis_names.index(axis_name)
         rank = jax.process_index()
@@ -48,11 +50,21 @@ class TrainStep:
 
         Raises:
           ValueError: if the batch cannot be cut evenly, or as :meth:`place`.
+          FloatingPointError: after ``max_consecutive_skips``.
+          AssertionError: if a check of replicas finds a difference.
         """
-        return self._step(self.place(state), self._place_batch(batch), rng)
+        state = self.place(state)
+        self._watch.before(state, _params_of(state))
+        state, metrics, done = self._step(state, self._place_batch(batch), rng)
+        if done is not None:
+            self._watch.after(done)
+        return state, metrics
 
     def lower(self, state: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Any:
-        """Lowers the step for these arguments, as ``jax.jit(...).lower`` does."""
+        """Lowers the step for these arguments, as ``jax.jit(...).lower`` does.
+
+        The program has a third result, for what is watched.
+        """
         return self._step.lower(self.place(state), self._place_batch(batch), rng)
 
     def place(self, state: PyTree) -> PyTree:
@@ -149,6 +161,8 @@ def make_train_step(
     *,
     has_aux: bool = False,
     mutable: str | None = None,
+    max_consecutive_skips: int | None = None,
+    check_replicas_every: int | None = None,
 ) -> TrainStep:
     """Builds ``step(state, batch, rng=None) -> (state, metrics)``.
 
@@ -175,13 +189,20 @@ def make_train_step(
       mutable: name of a mutable Flax collection, such as ``"batch_stats"``, that
         the loss updates; averaged over the workers after each step. It is the
         field of that name of a ``TrainState``, or third in a plain tuple.
+      max_consecutive_skips: raise when so many steps in a row were skipped, with the
+        names of the leaves whose gradients were bad on this process's workers. It is
+        noticed one step later, and the state is still that of the last good step.
+        Default: never.
+      check_replicas_every: compare all bits of parameters and shared state between
+        the workers before the first and every so many steps, as
+        ``assert_replicas_equal`` does. Default: never.
 
     Returns:
       A :class:`TrainStep`: jitted, the state donated, the batch sharded.
 
     Raises:
-      ValueError: if the mesh lacks the axis; when tracing, if ``tx`` synchronises
-        nothing; and as ``tx`` raises.
+      ValueError: if the mesh lacks the axis or a number is below 1; when tracing, if
+        ``tx`` synchronises nothing; and as ``tx`` raises.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -201,6 +222,7 @@ def make_train_step(
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}"
         )
+    watch = Watch(axis_name, max_consecutive_skips, check_replicas_every)
     tx = optax.with_extra_args_support(tx)
     data, everywhere = PartitionSpec(axis_name), PartitionSpec()
 
@@ -218,6 +240,7 @@ def make_train_step(
     def synchronise(state: Any, results: Any) -> Any:
         grads, model_state, metrics = jax.tree.map(lambda x: x[0], results)
         params, opt_state, old_model_state = _take(state, mutable)
+        before = opt_state
         model_state, metrics = _mean((model_state, metrics), axis_name)
         updates, new_opt_state = tx.update(grads, opt_state, params, value=metrics["loss"])
         new_params = optax.apply_updates(params, updates)
@@ -226,7 +249,11 @@ def make_train_step(
         # Also bad before its gradients are exchanged, while they accumulate.
         bad = skipped | ~_all_finite(model_state)
         model_state = _hold(bad, old_model_state, model_state)
-        return _give(state, params, opt_state, model_state, ~skipped, mutable), metrics
+        new_state = _give(state, params, opt_state, model_state, ~skipped, mutable)
+        done = None
+        if watch.max_skips is not None:
+            done = outcome(grads, before, new_opt_state, axis_name)
+        return new_state, metrics, done
 
     def step(state: Any, batch: Any, rng: Any) -> Any:
         params, opt_state, model_state = _take(state, mutable)
@@ -244,11 +271,14 @@ def make_train_step(
             out_specs=data, check_vma=False,
         )(params, model_state, batch, rng)
         specs = feedback.state_specs(state, axis_name)
+        done: Any = None
+        if watch.max_skips is not None:
+            done = Outcome._make((everywhere, everywhere, data))
         return jax.shard_map(
-            synchronise, mesh=mesh, in_specs=(specs, data), out_specs=(specs, everywhere)
+            synchronise, mesh=mesh, in_specs=(specs, data), out_specs=(specs, everywhere, done)
         )(state, results)
 
-    return TrainStep(step, mesh, axis_name)
+    return TrainStep(step, mesh, axis_name, watch)
 
 
 def _unpack(out: Any, has_aux: bool, mutable: str | None) -> tuple[Any, Any, dict]:
@@ -265,6 +295,10 @@ def _unpack(out: Any, has_aux: bool, mutable: str | None) -> tuple[Any, Any, dic
             f"'loss', found {metrics!r}"
         )
     return loss, model_state, metrics
+
+
+def _params_of(state: Any) -> Any:
+    return state.params if hasattr(state, "opt_state") else state[0]
 
 
 def _take(state: Any, mutable: str | None) -> tuple[Any, Any, Any]:
