@@ -70,16 +70,21 @@ def _field(path: tuple) -> str | None:
     return None
 
 
+def is_per_worker(path: tuple) -> bool:
+    """Whether the leaf of a state at this path has a leading worker axis."""
+    return _field(path) is not None
+
+
 def per_worker_leaves(state: PyTree) -> list[Any]:
     """The leaves of a state that have a leading worker axis."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [leaf for path, leaf in leaves if _field(path)]
+    return [leaf for path, leaf in leaves if is_per_worker(path)]
 
 
 def shared_leaves(state: PyTree) -> list[tuple[tuple, Any]]:
     """The other leaves of a state, with their paths: the same on all workers."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [(path, leaf) for path, leaf in leaves if not _field(path)]
+    return [(path, leaf) for path, leaf in leaves if not is_per_worker(path)]
 
 
 def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None) -> PyTree:

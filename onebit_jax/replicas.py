@@ -89,7 +89,9 @@ def replica_fingerprint(tree: PyTree, axis_name: str | None) -> jax.Array:
 
 def checksums(leaves: list[jax.Array]) -> jax.Array:
     """Those of global arrays, sharded ones as if they were whole: uint32 ``(leaves,)``."""
-    return _jitted_stack(leaves)
+    on_mesh = (s for s in map(_sharding, leaves) if isinstance(s, NamedSharding))
+    first = next(on_mesh, None)
+    return _stack_on(None if first is None else first.mesh)(leaves)
 
 
 def _stack(leaves: list[jax.Array]) -> jax.Array:
@@ -97,7 +99,15 @@ def _stack(leaves: list[jax.Array]) -> jax.Array:
     return jnp.stack(sums) if sums else jnp.zeros(0, jnp.uint32)
 
 
-_jitted_stack = jax.jit(_stack)
+@functools.cache
+def _stack_on(mesh: Mesh | None) -> Callable:
+    # Every process shall have all of them.
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(_stack, out_shardings=everywhere)
+
+
+def _sharding(x: Any) -> Any:
+    return getattr(x, "sharding", None)
 
 
 def assert_replicas_equal(tree: PyTree, axis_name: str = "data") -> None:
@@ -125,7 +135,7 @@ def assert_replicas_equal(tree: PyTree, axis_name: str = "data") -> None:
     shared, mesh = [], None
     for path, leaf in feedback.shared_leaves(tree):
         name = jax.tree_util.keystr(path) or "the array"
-        sharding = getattr(leaf, "sharding", None)
+        sharding = _sharding(leaf)
         if not isinstance(sharding, NamedSharding) or axis_name not in sharding.mesh.axis_names:
             raise ValueError(
                 f"assert_replicas_equal: {name} is not on a mesh with axis {axis_name!r}: its "

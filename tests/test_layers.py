@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(onebit_jax.__file__).parent
 #: line, a package of its own, is on top, and its modules may import one another.
 ORDER = ["packing", "quantize", "workers", "feedback", "tiles", "wrappers", "variance", "leaves",
          "allreduce", "sync", "replicas", "watch", "scaling", "adam", "hlo", "wire", "training",
-         "__init__", "cli", "__main__"]
+         "checkpoints", "__init__", "cli", "__main__"]
 
 
 def imports(path):
