@@ -17,6 +17,7 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from saving import Saved
 
 import onebit_jax
 
@@ -81,6 +82,14 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), metavar="DIR",
                         help="where the plot goes (default: out)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR",
+                        help="save checkpoints here, a folder for each optimizer; with several "
+                        "processes one that all of them see")
+    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS",
+                        help="default: 100")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on from the latest checkpoint in DIR, if there is one; with "
+                        "another number of workers too")
     parser.add_argument("--distributed", action="store_true",
                         help="one worker per process, joined by jax.distributed")
     parser.add_argument("--coordinator", metavar="HOST:PORT",
@@ -92,8 +101,10 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
 
 def start(args: argparse.Namespace) -> jax.sharding.Mesh:
     """Joins the other processes or makes simulated devices; returns the mesh."""
-    if args.steps < 1 or args.workers < 1:
-        raise SystemExit("--steps and --workers must be at least 1")
+    if args.steps < 1 or args.workers < 1 or args.checkpoint_every < 1:
+        raise SystemExit("--steps, --workers and --checkpoint-every must be at least 1")
+    if args.resume and args.checkpoint is None:
+        raise SystemExit("--resume needs --checkpoint DIR, to know from where")
     if args.distributed:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
         args.workers = jax.device_count()
@@ -138,16 +149,20 @@ def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -
     if task.mutable is not None:
         state = (*state, model_state)
     state = step_fn.place(state)
-
-    curve: list[list[float]] = []
-    seconds, started = 0.0, time.perf_counter()
+    saved = Saved(args, optimizer)
+    state, first, notes = saved.resume(state, console)
+    notes = {"curve": [], "seconds": 0.0, "result": {}, **notes}
+    curve, seconds, result = notes["curve"], notes["seconds"], notes["result"]
+    started = time.perf_counter()
     columns = (TextColumn("{task.description:>12}"), BarColumn(), TextColumn("{task.completed}/"
                "{task.total}  {task.fields[status]}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(optimizer, total=args.steps, status="compiling")
-        for step in range(args.steps):
+        bar = progress.add_task(
+            optimizer, total=args.steps, completed=first, status="compiling"
+        )
+        for step in range(first, args.steps):
             state, metrics = step_fn(state, _my_part(task.batch(args.seed, step)))
-            if step == 0:  # the first step compiles; time starts after it
+            if step == first:  # this step compiles; time starts after it
                 jax.block_until_ready(state)
                 started = time.perf_counter()
             last = step == args.steps - 1
@@ -162,6 +177,11 @@ def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -
                 result = task.evaluate(*map(_local, (state[0], (*state, None)[2])))
                 curve.append([step + 1, onebit_jax.bytes_sent(state), seconds, result["loss"]])
                 started = time.perf_counter()
+            if (step + 1) % args.checkpoint_every == 0 or last:
+                now = seconds + time.perf_counter() - started
+                notes = {"curve": curve, "seconds": now, "result": result}
+                saved.save(step + 1, state, notes)
+    saved.close()
     done = onebit_jax.metrics(state)
     run = {
         "optimizer": optimizer,

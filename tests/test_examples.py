@@ -1,6 +1,7 @@
 import gzip
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -30,13 +31,22 @@ def check(data, names, steps, workers, accuracy):
 
 
 def test_language_model(tmp_path):
-    output = run("lm.py", "--steps", 4, "--workers", 2, "--optimizer", "adam_bf16",
-                 "--optimizer", "paper", "--out", tmp_path, "--json", tmp_path / "r.json")
+    common = ["lm.py", "--steps", 4, "--out", tmp_path, "--checkpoint", tmp_path / "saved",
+              "--checkpoint-every", 2, "--optimizer", "paper"]
+    output = run(*common, "--workers", 2, "--optimizer", "adam_bf16", "--json", tmp_path / "r.json")
     data = json.loads((tmp_path / "r.json").read_text())
-    check(data, ["adam_bf16", "paper"], 4, 2, accuracy=False)
+    check(data, ["paper", "adam_bf16"], 4, 2, accuracy=False)
     assert (tmp_path / "lm.png").stat().st_size > 1000
     assert "held-out loss" in output
-    assert data["runs"][1]["exact_rounds"] == 1
+    assert data["runs"][0]["exact_rounds"] == 1
+
+    shutil.rmtree(tmp_path / "saved" / "paper" / "4")
+    again = [*common, "--json", tmp_path / "again.json"]
+    output = run(*again, "--workers", 2, "--resume")
+    assert "going on after step 2" in output
+    (resumed,) = json.loads((tmp_path / "again.json").read_text())["runs"]
+    assert resumed["eval_loss"] == data["runs"][0]["eval_loss"]
+    assert [p[0] for p in resumed["curve"]] == [1, 2, 3, 4]
 
 
 def test_cnn_on_digits_by_default_and_both_optimizers(tmp_path):
@@ -77,6 +87,18 @@ def test_cnn_says_what_is_wrong_with_a_folder(tmp_path):
     (tmp_path / "train-images-idx3-ubyte").unlink()
     with pytest.raises(SystemExit, match=r"no file train-images\*ubyte"):
         cnn.load(tmp_path)
+
+
+def test_checkpoints_are_not_overwritten_by_a_new_run(tmp_path):
+    import comparison
+    import saving
+
+    (tmp_path / "frozen" / "2").mkdir(parents=True)
+    parse = comparison.arguments("", steps=2).parse_args
+    with pytest.raises(SystemExit, match=r"holds checkpoints of steps \[2\].*--resume"):
+        saving.Saved(parse(["--checkpoint", str(tmp_path)]), "frozen")
+    with pytest.raises(SystemExit, match="--resume needs --checkpoint DIR"):
+        comparison.start(parse(["--resume"]))
 
 
 def test_workers_must_divide_the_batch():
