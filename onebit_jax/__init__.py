@@ -6,6 +6,7 @@ from onebit_jax.adam import (
     paper_1bit_adam as paper_1bit_adam,
 )
 from onebit_jax.allreduce import ErrorFeedback as ErrorFeedback
+from onebit_jax.deepspeed import from_deepspeed_config as from_deepspeed_config
 from onebit_jax.packing import pack_signs as pack_signs, unpack_signs as unpack_signs
 from onebit_jax.quantize import SignQuantizer as SignQuantizer
 from onebit_jax.scaling import (
