@@ -85,7 +85,7 @@ OPTIMIZER = {
     ),
     "exp_avg_mask": Option(
         _ANY, None, NO + "where no exact round saw a gradient, variance_floor keeps the updates "
-        "small. If they must be exactly 0, multiply the updates by the mask",
+        "in bounds. If they must be exactly 0, multiply the updates by the mask",
     ),
     "max_grad_norm": Option(
         _NUMBER, 0.0, NO + "0 is no clipping",

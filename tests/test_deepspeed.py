@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import pytest
 from meshes import AXIS, run
 
 import onebit_jax
-from onebit_jax import deepspeed, from_deepspeed_config
+from onebit_jax import deepspeed, deepspeed_options, from_deepspeed_config
 from onebit_jax.variance import RefreshState
 
 BLOCK = {
@@ -115,6 +117,18 @@ def test_as_many_exact_updates_as_deepspeed_makes(freeze_step, exact):
     converted = from_deepspeed_config(block(freeze_step=freeze_step), None)
     assert f"variance={exact},\n" in converted.call
     assert f"variance={exact}, the number" in dict(converted.notes)["freeze_step"]
+
+
+def test_entries_without_gradient_need_no_mask():
+    """DeepSpeed moves them by the scale over eps in its first 1-bit round."""
+    grads = noise(1, 60, 1024)
+    grads[:, :, ::2] = 0
+    path = trained(from_deepspeed_config(block(freeze_step=31), AXIS).tx, grads, 0.0)
+    updates = np.abs(np.diff(path[0], axis=0))
+    without, others = updates[:, ::2], updates[:, 1::2]
+    assert (without[:29] == 0).all()
+    assert 0 < without.max() < others.max()
+    assert np.abs(path[0, -1, ::2]).max() < others.max()
 
 
 def test_defaults_are_those_of_deepspeed():
@@ -325,3 +339,17 @@ def test_no_file_and_no_configuration(tmp_path):
         from_deepspeed_config(tmp_path, AXIS)
     with pytest.raises(TypeError, match="config must be a dict or a path, found list"):
         from_deepspeed_config([BLOCK], AXIS)
+
+
+def test_the_guide_shows_what_the_converter_says(tmp_path):
+    page = (pathlib.Path(__file__).parent.parent / "docs/from_deepspeed.md").read_text()
+    path = tmp_path / "ds.json"
+    path.write_text(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    scope = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], scope)
+    call = from_deepspeed_config(path, AXIS).call
+    assert scope["converted"].call == call
+    # As a linter has it: the quotes.
+    assert "tx = " + call.replace("'", '"') in page
+    for name in deepspeed_options.OPTIMIZER:
+        assert f"`{name}`" in page
