@@ -5,6 +5,7 @@ from onebit_jax.adam import (
     onebit_adamw as onebit_adamw,
     paper_1bit_adam as paper_1bit_adam,
 )
+from onebit_jax.deepspeed import from_deepspeed_config as from_deepspeed_config
 from onebit_jax.feedback import (
     ErrorFeedback as ErrorFeedback,
     resize_workers as resize_workers,
