@@ -128,7 +128,7 @@ def _share_of_blocks(scales: list[jax.Array], limit: Any) -> jax.Array:
 
 
 def exact_allreduce(
-    values: PyTree, axis_name: str | None, wire_dtype: Any = None
+    values: PyTree, axis_name: str | None, wire_dtype: Any = None, largest: float = math.inf
 ) -> tuple[PyTree, jax.Array]:
     """The full-precision mean over the axis.
 
@@ -138,6 +138,7 @@ def exact_allreduce(
       wire_dtype: None for a float32 all-reduce, or ``bfloat16`` / ``float16``
         for two bytes per entry on the wire: what is sent is rounded, the sum
         is in float32 and its mean is rounded once more.
+      largest: magnitude above which a mean counts as not finite.
 
     Returns:
       The means in float32, the same on all workers, and whether all are
@@ -147,13 +148,16 @@ def exact_allreduce(
     treedef: Any
     leaves, treedef = jax.tree.flatten(values)
     leaves = [x.astype(jnp.float32) for x in leaves]
+    largest = min(largest, float(jnp.finfo(jnp.float32).max))
     if axis_name is None or not leaves:
-        means = leaves
-    elif wire_dtype is None:
-        means = [total / w for total in lax.psum(leaves, axis_name)]
-    else:
-        means = _half_precision_mean(leaves, axis_name, w, jnp.dtype(wire_dtype))
-    return treedef.unflatten(means), workers.all_finite(means)
+        return treedef.unflatten(leaves), workers.all_finite(leaves, largest)
+    if wire_dtype is None:
+        totals = lax.psum(leaves, axis_name)
+        # Of the totals, as the means would have to be stored for it.
+        finite = workers.all_finite(totals, min(largest * w, float(jnp.finfo(jnp.float32).max)))
+        return treedef.unflatten([total / w for total in totals]), finite
+    means = _half_precision_mean(leaves, axis_name, w, jnp.dtype(wire_dtype))
+    return treedef.unflatten(means), workers.all_finite(means, largest)
 
 
 def onebit_round_bytes(params: PyTree, w: int, quantizer: SignQuantizer) -> int:

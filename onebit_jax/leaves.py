@@ -62,7 +62,7 @@ class Leaf:
         self.error = self._tiles(worker_error[0], 0)
         self.held = None if held is None else self._tiles(held, 0)
         self.varies = frozenset().union(
-            *(workers.varying_axes(x) for x in (*self.value.args, self.error))
+            *(workers.varying_axes(x) for x in jax.tree.leaves((self.value.args, self.error)))
         )
 
     def encode(self) -> Encoded:
@@ -84,10 +84,9 @@ class Leaf:
 
     def serve(self, got: Encoded) -> Encoded:
         """The mean of my chunk and what I lost there last time, quantized again."""
-        mine = lambda x: lax.dynamic_index_in_dim(
-            x.reshape(self.rows, -1, *x.shape[1:]), self.rank, keepdims=False
-        )
-        divisor = () if self.divisor is None else tuple(map(mine, self.divisor.args))
+        divisor: tuple = ()
+        if self.divisor is not None:
+            divisor = tuple(tiles.chunk(x, self.rank, self.rows) for x in self.divisor.args)
         valid: tuple = ()
         if (self.entries < self.length).any():
             # All real entries are within the first entries of a row.
@@ -153,7 +152,7 @@ class Leaf:
 
         args = (self.sources, () if self.divisor is None else self.divisor.args)
         if self.held is None:
-            means = mean(args)
+            means = mean(tiles.whole(args))
         else:
             means, _ = tiles.update(lambda _, part: mean(part), self.held, args, finite)
         return self._leaf(means), self._leaf(error)[None], self._new_server_error(finite)
@@ -224,19 +223,22 @@ class Leaf:
             return Lazy(fn, tuple(self._tiles(arg, fill) for arg in x.args))
         return Lazy(lambda tile: tile, (self._tiles(x, fill),))
 
-    def _tiles(self, x: Any, fill: float) -> jax.Array:
-        """``(*shape)`` to ``(tiles, 32, T)``, padded at the end."""
+    def _tiles(self, x: Any, fill: float) -> Any:
+        """``(*shape)`` to ``(tiles, 32, T)``, padded at the end or ragged."""
         if isinstance(x, Spans):
             if self.length % packing.TILE == 0:
                 rest = self.rows * self.length // packing.SPAN - x.values.size
                 return jnp.pad(x.values, (0, rest)).reshape(-1, packing.TILE // packing.SPAN, 1)
             x = jnp.repeat(x.values, packing.SPAN)[: self.like.size]
+        total = self.rows * self.length
+        if self.length % packing.TILE == 0 and self.like.size < total:
+            return tiles.Ragged(workers.unshard(x).reshape(-1), total // packing.TILE, fill)
         planes = packing.to_planes(to_rows(x, self.rows, self.length, fill))
         return planes.reshape(-1, *planes.shape[2:])
 
-    def _leaf(self, planes: jax.Array) -> jax.Array:
+    def _leaf(self, planes: Any) -> jax.Array:
         """Inverse of ``_tiles``, with the sharding of the leaf."""
-        x = planes.reshape(-1)
+        x = planes.flat if isinstance(planes, tiles.Ragged) else planes.reshape(-1)
         x = x if x.size == self.like.size else x[: self.like.size]
         return workers.reshard_like(x.reshape(self.like.shape), self.like)
 

@@ -26,6 +26,10 @@ UPDATE_LIMIT = 8.0
 #: too small. Rows of an embedding that are rarely seen cut single blocks.
 CUT_SHARE = 0.1
 
+#: Mean gradients above this count as not finite: their squares, and sums of those over
+#: a model, would not be.
+LARGEST = 1e14
+
 
 class ScaleByOnebitAdamState(NamedTuple):
     """State of :func:`scale_by_onebit_adam`.
@@ -177,7 +181,7 @@ def scale_by_onebit_adam(
             return b1 * m + (1 - b1) * g
 
         def exact_round(moments: _Moments) -> _Moments:
-            mean, finite = allreduce.exact_allreduce(updates, axis_name)
+            mean, finite = allreduce.exact_allreduce(updates, axis_name, largest=LARGEST)
             keep, take = policies.decay_over(b2, decision.gap)
             mu = jax.tree.map(moved_mu, moments.mu, mean)
             nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), moments.nu, mean)

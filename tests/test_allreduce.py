@@ -96,6 +96,10 @@ def test_leaves_that_are_worked_on_in_tiles(w, ragged):
         )
         assert_close(got, np.tile(expected, (w, 1)), values[:, t], d)
         assert_close(worker, reference.worker_error, values[:, t], d)
+        if w > 2:
+            server = server_errors(errors.server_error, t)
+            assert_close(server[:n], reference.server_error, values[:, t], d)
+            assert not server[n:].any(), "padding has no error"
 
 
 @pytest.mark.parametrize("mode", MODES)

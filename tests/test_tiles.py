@@ -38,6 +38,34 @@ def test_compute_makes_arrays_of_any_shape_by_tile(count):
     np.testing.assert_array_equal(larger, x > y)
 
 
+@pytest.mark.parametrize("n", [5, 1024, 1025, 64 * 1024 - 1, 65 * 1024 + 1, 131_000, 200_000])
+@pytest.mark.parametrize("missing", [0, 3])
+def test_ragged_arrays_equal_those_filled_up(n, missing):
+    """The last tile in part, and whole tiles that are not there."""
+    x, y = (np.random.default_rng(i).normal(size=n).astype(np.float32) for i in range(2))
+    count = -(-n // 1024) + missing
+    filled = np.full(count * 1024, 7, np.float32)
+    filled[:n] = y
+    planes = filled.reshape(count, 32, 32)
+    words = np.arange(count * 32, dtype=np.float32).reshape(count, 32)
+
+    def both(x, y, words):
+        x, y = (tiles.Ragged(v, count, 7) for v in (x, y))
+        new, _ = tiles.update(lambda a, args: 2 * a + args[0] + args[1][:, None], x, (y, words))
+        return new.flat, tiles.compute(lambda y: y.sum(axis=1), y), tiles.whole(y)
+
+    new, sums, whole = jax.jit(both)(x, y, words)
+    per_entry = np.repeat(words[:, None], 32, axis=1).reshape(-1)[:n]
+    np.testing.assert_allclose(new, 2 * x + y + per_entry, rtol=1e-6)
+    np.testing.assert_allclose(sums, planes.sum(axis=1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(whole, planes)
+    for chunks in (1, 2, 3):
+        if count % chunks == 0 and n >= 1024 * count // chunks:
+            for i in range(chunks):
+                part = jax.jit(lambda y, i, c=chunks: tiles.chunk(tiles.Ragged(y, count, 7), i, c))
+                np.testing.assert_array_equal(part(y, i), np.split(planes, chunks)[i])
+
+
 @pytest.mark.parametrize("count", [128, 257])
 def test_a_loop_told_to_follow_changes_in_place_what_the_first_has_read(count):
     def both(x, y):
