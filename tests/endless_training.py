@@ -1,6 +1,8 @@
 """Trains until something ends it; started by test_killed.py.
 
-    python endless_training.py FOLDER HEARTBEAT_TIMEOUT [SIGNAL]
+    python endless_training.py FOLDER HEARTBEAT SHUTDOWN [SIGNAL]
+
+HEARTBEAT and SHUTDOWN are timeouts of jax.distributed.initialize, in seconds.
 
 The environment has what ``onebit_jax launch`` sets. After 20 steps the process writes
 FOLDER/RANK, and rank 1 gives itself the SIGNAL, if there is one. On SIGUSR1 it sleeps for
@@ -19,11 +21,11 @@ import numpy as np
 import onebit_jax
 
 
-def main(folder, heartbeat_timeout, number=None):
+def main(folder, heartbeat, shutdown, number=None):
     count, rank = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
     jax.distributed.initialize(
         os.environ["JAX_COORDINATOR_ADDRESS"], count, rank,
-        heartbeat_timeout_seconds=int(heartbeat_timeout), shutdown_timeout_seconds=10,
+        heartbeat_timeout_seconds=int(heartbeat), shutdown_timeout_seconds=int(shutdown),
     )
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1e6))
     mesh = jax.make_mesh((jax.device_count(),), ("data",))

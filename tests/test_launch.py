@@ -182,7 +182,7 @@ def test_a_signal_to_the_launcher_ends_it_without_a_restart(tmp_path, failing):
     code = RANK + f"""
 import signal, time
 if rank == 0:
-    ending = lambda *_: (open(sys.argv[1] + "/ending", "w"), time.sleep(2), os._exit(0))
+    ending = lambda *_: (open(sys.argv[1] + "/ending", "w"), time.sleep(0.6), os._exit(0))
     signal.signal(signal.SIGTERM, ending)
     open(sys.argv[1] + "/ready" + os.environ["ONEBIT_RESTARTS"], "w")
     {WAIT}
