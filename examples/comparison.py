@@ -95,7 +95,9 @@ def start(args: argparse.Namespace) -> jax.sharding.Mesh:
     if args.steps < 1 or args.workers < 1:
         raise SystemExit("--steps and --workers must be at least 1")
     if args.distributed:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        jax.distributed.initialize(
+            args.coordinator, args.num_processes, args.process_id, heartbeat_timeout_seconds=20
+        )
         args.workers = jax.device_count()
     else:
         jax.config.update("jax_num_cpu_devices", args.workers)
