@@ -1,6 +1,7 @@
 """What is left of a job ends by itself when a worker dies or hangs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def other_ends(folder, rank, number, within, *timeouts):
 
 def test_a_killed_worker_ends_the_other(tmp_path):
     text = other_ends(tmp_path, 1, signal.SIGKILL, HEARTBEAT + SLACK, *TIMEOUTS)
-    assert "Gloo all-reduce failed" in text
+    assert re.search("Gloo .* failed", text), text
 
 
 def test_a_killed_coordinator_ends_the_other(tmp_path):
