@@ -61,10 +61,11 @@ def test_launch_starts_again_after_a_killed_or_stopped_worker(tmp_path, number, 
 
 @pytest.mark.slow
 def test_a_loop_on_each_host_starts_again(tmp_path):
-    """As long as each host calls its program until it ends well."""
-    program = f"{sys.executable} {ending.PROGRAM} {tmp_path} 20 {SHUTDOWN} 9"
-    loop = ("export ONEBIT_RESTARTS=0; until " + program +
-            "; do ONEBIT_RESTARTS=$((ONEBIT_RESTARTS + 1)); done; echo $ONEBIT_RESTARTS")
+    """And soon: a worker that comes back ends the old job before its timeout."""
+    heartbeat = 20
+    program = f"{sys.executable} {ending.PROGRAM} {tmp_path} {heartbeat} 300 9"
+    loop = (f"export ONEBIT_RESTARTS=0; until {program} > {tmp_path}/output; do "  # Gloo prints
+            "date +%s; ONEBIT_RESTARTS=$((ONEBIT_RESTARTS + 1)); done; date +%s")
     env = dict(os.environ, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1", JAX_NUM_PROCESSES="2",
                JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{processes.free_port()}")
     loops = [
@@ -73,6 +74,9 @@ def test_a_loop_on_each_host_starts_again(tmp_path):
                          stderr=subprocess.DEVNULL)
         for i in range(2)
     ]
-    outputs = [p.communicate()[0] for p in loops]
+    ends = [[int(x) for x in p.communicate()[0].split()] for p in loops]
     assert [p.returncode for p in loops] == [0, 0]
-    assert all(int(output.split()[-1]) >= 1 for output in outputs)
+    assert all(len(times) >= 2 for times in ends), "failed, then done"
+    killed, done = ends[1][0], ends[1][-1]
+    print(f"done {done - killed} s later")
+    assert done - killed < heartbeat

@@ -4,7 +4,8 @@ Each gets a core of its own, and with --rate a network namespace of its own (nee
 whose link has that rate in each direction. The program calls
 jax.distributed.initialize() without arguments. Exit status: that of the first process
 that failed, after which the others are ended. With --max-restarts all are then started
-again, and the status is that of the last start. Needs Linux.
+again, and the status is that of the last start. A stuck process counts as failed only
+when jax.distributed's timeouts end another one. Needs Linux.
 """
 
 import argparse
