@@ -106,7 +106,9 @@ def start(args: argparse.Namespace) -> jax.sharding.Mesh:
     if args.resume and args.checkpoint is None:
         raise SystemExit("--resume needs --checkpoint DIR, to know from where")
     if args.distributed:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        jax.distributed.initialize(
+            args.coordinator, args.num_processes, args.process_id, heartbeat_timeout_seconds=20
+        )
         args.workers = jax.device_count()
     else:
         jax.config.update("jax_num_cpu_devices", args.workers)

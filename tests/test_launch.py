@@ -127,6 +127,102 @@ if rank: sys.exit(3)
     assert start(code) == 3
 
 
+#: Says which start this is and on which port; rank 1 ends as argument ``[start]`` says.
+STARTS = RANK + f"""
+start = int(os.environ["ONEBIT_RESTARTS"])
+print(start, os.environ["JAX_COORDINATOR_ADDRESS"], flush=True)
+how = sys.argv[1:][start]
+if rank == 1 and how == "kill":
+    os.kill(os.getpid(), 9)
+if rank == 0 and how not in ("0", "kill"):
+    {WAIT}
+sys.exit(int(how) if rank == 1 and how != "kill" else 0)
+"""
+
+
+def starts(capfd, *how, max_restarts):
+    """The status, the lines on stderr, and the addresses of each start."""
+    command = ["launch", "-n", "2", "--max-restarts", str(max_restarts), "--",
+               sys.executable, "-c", STARTS, *how]
+    status = cli.main(command)
+    out, err = capfd.readouterr()
+    addresses = {}
+    for line in out.splitlines():
+        _, start, address = line.split()
+        addresses.setdefault(start, set()).add(address)
+    return status, err.splitlines(), addresses
+
+
+def test_a_failed_job_is_started_again(capfd):
+    status, err, addresses = starts(capfd, "kill", "7", "0", max_restarts=3)
+    assert status == 0
+    assert err == ["launch: rank 1 was ended by signal 9 (Killed): restart 1 of 3",
+                   "launch: rank 1 ended with status 7: restart 2 of 3"]
+    assert sorted(addresses) == ["0", "1", "2"]
+    assert all(len(both) == 1 for both in addresses.values())
+    assert len(set.union(*addresses.values())) > 1, "a port of its own for each start"
+
+
+@pytest.mark.parametrize(("how", "expected"), [(["5", "6"], 6), (["5", "kill"], 137)])
+def test_the_last_failure_gives_the_status(capfd, how, expected):
+    status, err, addresses = starts(capfd, *how, max_restarts=1)
+    assert status == expected
+    assert len(err) == 1
+    assert len(addresses) == 2
+
+
+def test_by_default_nothing_is_started_again(capfd):
+    assert start(STARTS, "5", "0") == 5
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_signal_to_the_launcher_ends_it_without_a_restart(tmp_path, failing):
+    """Also a signal that comes while what is left of a failed start is being ended."""
+    code = RANK + f"""
+import signal, time
+if rank == 0:
+    ending = lambda *_: (open(sys.argv[1] + "/ending", "w"), time.sleep(0.6), os._exit(0))
+    signal.signal(signal.SIGTERM, ending)
+    open(sys.argv[1] + "/ready" + os.environ["ONEBIT_RESTARTS"], "w")
+    {WAIT}
+while {failing} and not os.path.exists(sys.argv[1] + "/ready0"): time.sleep(0.02)
+if {failing}: sys.exit(3)
+{WAIT}
+"""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "onebit_jax", "launch", "-n", "2", "--max-restarts", "1", "--",
+         sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        awaited = tmp_path / ("ending" if failing else "ready0")
+        deadline = time.monotonic() + 60
+        while not awaited.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        launcher.terminate()
+        _, err = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert err == ""
+    assert not (tmp_path / "ready1").exists()
+
+
+@needs_links
+def test_each_start_has_limited_links_of_its_own(capfd):
+    code = RANK + """
+import subprocess
+start = int(os.environ["ONEBIT_RESTARTS"])
+print(subprocess.check_output(["ip", "netns", "identify"], text=True).strip())
+sys.exit(4 if start == 0 else 0)
+"""
+    command = [sys.executable, "-c", code]
+    assert launch.launch(command, 1, "1gbit", max_restarts=1) == 0
+    first, second = capfd.readouterr().out.split()[1::2]
+    assert first != second
+    assert not namespaces(os.getpid())
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("rate", ["none", pytest.param("1gbit", marks=needs_links)])
 def test_signals_leave_nothing(tmp_path, number, rate):
@@ -215,6 +311,7 @@ def test_limited_links_say_what_is_missing(monkeypatch, euid, commands, message)
     (["-n", "2"], "no program to run"),
     (["-n", "0", "--", "true"], "-n 0"),
     (["-n", "1", "--devices", "0", "--", "true"], "--devices 0"),
+    (["-n", "1", "--max-restarts", "-1", "--", "true"], "--max-restarts must be at least 0"),
 ])
 def test_bad_arguments_are_explained(args, message, capsys):
     assert cli.main(["launch", *args]) == 2

@@ -3,7 +3,9 @@
 Each gets a core of its own, and with --rate a network namespace of its own (needs root)
 whose link has that rate in each direction. The program calls
 jax.distributed.initialize() without arguments. Exit status: that of the first process
-that failed, after which the others are ended. Needs Linux.
+that failed, after which the others are ended. With --max-restarts all are then started
+again, and the status is that of the last start. A stuck process counts as failed only
+when jax.distributed's timeouts end another one. Needs Linux.
 """
 
 import argparse
@@ -27,7 +29,8 @@ PATIENCE = 5.0
 
 _PORT = 9477  # in a namespace of its own every port is free
 
-#: ``(rank, status)`` of a process that has ended, or ``(None, number)`` of a signal.
+#: ``(rank, status)`` of a process that has ended, or ``(None, -number)`` of a signal to
+#: this one. A status is as in ``subprocess``: minus the signal that ended the process.
 _Events = queue.SimpleQueue[tuple[int | None, int]]
 
 
@@ -46,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, default=1, help="simulated CPU devices per process (default 1)"
     )
     parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="when a process fails, start all again, up to N times (default 0)",
+    )
+    parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ARGS",
         help="an executable, or a file that ends in .py",
     )
@@ -55,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     try:
-        return launch(program, args.n, args.rate, args.devices)
+        return launch(
+            program, args.n, args.rate, args.devices, max_restarts=args.max_restarts
+        )
     except (LaunchError, netns.NetworkError) as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2
@@ -68,12 +77,14 @@ def launch(
     devices: int = 1,
     env: dict[str, str] | None = None,
     prefix: bool = True,
+    max_restarts: int = 0,
 ) -> int:
     """Runs ``n`` processes of one program and waits for them.
 
     Process i gets core i modulo the cores. Besides what JAX reads, its environment
-    has ``ONEBIT_INTERFACE``, the network interface over which the processes talk. On
-    SIGINT, SIGTERM or SIGHUP all processes are ended.
+    has ``ONEBIT_INTERFACE``, the network interface over which the processes talk, and
+    ``ONEBIT_RESTARTS``, how often all have been started again: 0 at first. On SIGINT,
+    SIGTERM or SIGHUP all processes are ended, and not started again.
 
     Args:
       argv: the program and its arguments; a program that ends in ``.py`` is run with
@@ -84,13 +95,17 @@ def launch(
       env: variables to add to the environment.
       prefix: whether to print the output through this process, each line with
         ``[rank]`` in front; else the processes write to the same output as this one.
+      max_restarts: how often to start all processes again after one has failed. What
+        they had reached is theirs to restore.
 
     Returns:
-      0 if all processes returned 0, else the status of the first that did not; as in a
-      shell, 128 plus the signal for a process that a signal ended, or for this one.
+      0 if all processes returned 0, else the status of the first that did not, in the
+      last start; as in a shell, 128 plus the signal for a process that a signal ended,
+      or for this one.
 
     Raises:
-      LaunchError: if the program is not found, or for less than one process or device.
+      LaunchError: if the program is not found, for less than one process or device, or
+        for a negative number of restarts.
       NetworkError: if the links cannot be made.
     """
     command = _command(argv)
@@ -98,18 +113,49 @@ def launch(
         raise LaunchError(
             f"-n and --devices must be at least 1, found -n {n} and --devices {devices}"
         )
+    if max_restarts < 0:
+        raise LaunchError(f"--max-restarts must be at least 0, found {max_restarts}")
     common = {**os.environ, **_settings(n, devices), **(env or {})}
     events: _Events = queue.SimpleQueue()
     with _signals_to(events):
-        if rate is None or rate == "none":
-            address = f"127.0.0.1:{_free_port()}"
-            common.update(_rendezvous(address), ONEBIT_INTERFACE="lo")
-            return _run_all([command] * n, common, prefix, events)
-        with netns.network(n, rate) as hosts:
-            address = f"{hosts[0].address}:{_PORT}"
-            common.update(_rendezvous(address), ONEBIT_INTERFACE=netns.INTERFACE)
-            inside = [["ip", "netns", "exec", host.namespace, *command] for host in hosts]
-            return _run_all(inside, common, prefix, events)
+        for restarts in range(max_restarts + 1):
+            common["ONEBIT_RESTARTS"] = str(restarts)
+            rank, status = _start_once([command] * n, rate, common, prefix, events)
+            if rank is None or restarts == max_restarts:
+                break
+            if asked := _signal_among(events):  # while the others were ended
+                status = asked
+                break
+            print(
+                f"launch: rank {rank} {_ending(status)}: restart {restarts + 1} of {max_restarts}",
+                file=sys.stderr, flush=True,
+            )
+    return status if status >= 0 else 128 - status
+
+
+def _start_once(
+    commands: list[list[str]], rate: str | None, env: dict[str, str], prefix: bool,
+    events: _Events,
+) -> tuple[int | None, int]:
+    """Runs all processes, on a port or a network that no earlier start has used."""
+    if rate is None or rate == "none":
+        address = f"127.0.0.1:{_free_port()}"
+        env = {**env, **_rendezvous(address), "ONEBIT_INTERFACE": "lo"}
+        return _run_all(commands, env, prefix, events)
+    with netns.network(len(commands), rate) as hosts:
+        address = f"{hosts[0].address}:{_PORT}"
+        env = {**env, **_rendezvous(address), "ONEBIT_INTERFACE": netns.INTERFACE}
+        inside = [
+            ["ip", "netns", "exec", host.namespace, *command]
+            for host, command in zip(hosts, commands, strict=True)
+        ]
+        return _run_all(inside, env, prefix, events)
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was ended by signal {-status} ({signal.strsignal(-status)})"
 
 
 def _command(argv: Sequence[str]) -> list[str]:
@@ -161,7 +207,7 @@ def _signals_to(events: _Events) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         numbers.append(signal.SIGHUP)
-    old = {s: signal.signal(s, lambda number, _: events.put((None, number))) for s in numbers}
+    old = {s: signal.signal(s, lambda number, _: events.put((None, -number))) for s in numbers}
     try:
         yield
     finally:
@@ -171,7 +217,7 @@ def _signals_to(events: _Events) -> Iterator[None]:
 
 def _run_all(
     commands: list[list[str]], env: dict[str, str], prefix: bool, events: _Events
-) -> int:
+) -> tuple[int | None, int]:
     started: list[subprocess.Popen] = []
     waiters: list[threading.Thread] = []
     readers: list[threading.Thread] = []
@@ -229,7 +275,7 @@ def _report_end(pid: int, rank: int, events: _Events) -> None:
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     exited = end.si_code == os.CLD_EXITED
-    events.put((rank, end.si_status if exited else 128 + end.si_status))
+    events.put((rank, end.si_status if exited else -end.si_status))
 
 
 def _print_lines(process: subprocess.Popen, rank: int) -> None:
@@ -242,15 +288,23 @@ def _print_lines(process: subprocess.Popen, rank: int) -> None:
                 sys.stdout.flush()
 
 
-def _first_failure(running: int, events: _Events) -> int:
+def _first_failure(running: int, events: _Events) -> tuple[int | None, int]:
     while running:
         rank, status = events.get()
-        if rank is None:
-            return 128 + status
         if status:
-            return status
+            return rank, status
         running -= 1
-    return 0
+    return None, 0
+
+
+def _signal_among(events: _Events) -> int:
+    """Empties the events of processes that are gone; minus the first signal to this one, or 0."""
+    found = 0
+    while not events.empty():
+        rank, status = events.get()
+        if rank is None and not found:
+            found = status
+    return found
 
 
 def _end(started: list[subprocess.Popen]) -> None:
