@@ -174,7 +174,11 @@ def scale_by_onebit_adam(
             return b1 * m + (1 - b1) * g
 
         def exact_round(moments: _Moments) -> _Moments:
-            mean, finite = allreduce.exact_allreduce(updates, axis_name)
+            mean, _ = allreduce.exact_allreduce(updates, axis_name)
+            # No second moment is larger than a square of a gradient, and no sum of
+            # them than one of squares: if that is finite, with a margin, they are.
+            squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(mean)]
+            finite = jnp.isfinite(2 * workers.sum_over_shards(squares, axis_name))
             keep, take = policies.decay_over(b2, decision.gap)
             mu = jax.tree.map(moved_mu, moments.mu, mean)
             nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), moments.nu, mean)
