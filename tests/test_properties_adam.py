@@ -197,7 +197,7 @@ def check_exact(spec, exact, grads, good, updates, adam):
     if spec.mu_dtype is None:
         close(flat(adam.mu, spec.w, ROUNDS)[0], mu, k * U * size)
     close(flat(adam.nu, spec.w, ROUNDS)[0], nu, 2 * k * U * size**2)
-    if spec.bias_correction and not spec.weight_decay:
+    if spec.mu_dtype is None and spec.bias_correction and not spec.weight_decay:
         steps = np.maximum(good.cumsum(), 1)[:, None]
         root = np.sqrt(nu / (1 - B2**steps)) + EPS
         own = np.concatenate([
@@ -219,6 +219,6 @@ def test_adam_on_other_trees(example):
     check_adam(*example)
 
 
-@trees.slow(600, trees.with_inputs(adam_cases()))
+@trees.slow(500, trees.with_inputs(adam_cases()))
 def test_adam_on_many_trees(example):
     check_adam(*example)
