@@ -47,8 +47,9 @@ def onebit_adam(
     round are cut at 8 learning rates, which only a second moment that is far too
     small can ask for; where many are, the default policy goes back to exact rounds.
 
-    A step in which any worker has a NaN or Inf is skipped on all workers: zero
-    updates, and the state unchanged but for ``rounds.skipped`` and the bytes.
+    A step in which any worker has a NaN or Inf, or gradients so large that float32
+    does not hold the sum of their squares, is skipped on all workers: zero updates,
+    and the state unchanged but for ``rounds.skipped`` and the bytes.
 
     Where the caller knows which stage comes next, ``update(..., exact=False)`` or
     ``exact=True`` compiles just that one. It must be what ``variance`` would say.
