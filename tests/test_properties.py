@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 import trees
 from hypothesis import strategies as st
-from meshes import AXIS
+from meshes import AXIS, COUNTS
 from trees import LARGEST, ROUNDS, TINY, Case, U, bits, case, leaf
 
 import onebit_jax
@@ -41,9 +42,9 @@ MEANS = (
 )
 
 
-def mean_cases():
+def mean_cases(counts):
     return st.builds(
-        functools.partial(case, MeanCase), trees.trees(), trees.worker_counts(), trees.quantizers(),
+        functools.partial(case, MeanCase), trees.trees(), counts, trees.quantizers(),
         st.booleans(),
     )
 
@@ -212,14 +213,15 @@ def test_means_of_known_trees(example):
     check_mean(*example)
 
 
-@trees.quick(4, trees.with_inputs(mean_cases()))
+@trees.quick(4, trees.with_inputs(mean_cases(st.sampled_from(COUNTS))))
 def test_means_of_other_trees(example):
     check_mean(*example)
 
 
-@trees.slow(1000, trees.with_inputs(mean_cases()))
-def test_means_of_many_trees(example):
-    check_mean(*example)
+@pytest.mark.parametrize("w", COUNTS)
+@trees.slow(200, st.data())
+def test_means_of_many_trees(w, data):
+    check_mean(*data.draw(trees.with_inputs(mean_cases(st.just(w)))))
 
 
 @st.composite

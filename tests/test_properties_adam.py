@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import trees
 from hypothesis import strategies as st
-from meshes import AXIS
+from meshes import AXIS, COUNTS
 from trees import ROUNDS, Case, U, bits, case, leaf
 
 import onebit_jax
@@ -65,10 +66,10 @@ ADAMS = (
 )
 
 
-def adam_cases():
+def adam_cases(counts):
     flags = st.booleans()
     return st.builds(
-        functools.partial(case, AdamCase), trees.trees(), trees.worker_counts(),
+        functools.partial(case, AdamCase), trees.trees(), counts,
         trees.quantizers(), st.sampled_from(tuple(POLICIES)), flags, flags,
         st.sampled_from((None, "bfloat16", "float16")), st.sampled_from((0.0, 0.1)),
     )
@@ -214,11 +215,12 @@ def test_adam_on_known_trees(example):
     check_adam(*example)
 
 
-@trees.quick(4, trees.with_inputs(adam_cases()))
+@trees.quick(4, trees.with_inputs(adam_cases(st.sampled_from(COUNTS))))
 def test_adam_on_other_trees(example):
     check_adam(*example)
 
 
-@trees.slow(500, trees.with_inputs(adam_cases()))
-def test_adam_on_many_trees(example):
-    check_adam(*example)
+@pytest.mark.parametrize("w", COUNTS)
+@trees.slow(100, st.data())
+def test_adam_on_many_trees(w, data):
+    check_adam(*data.draw(trees.with_inputs(adam_cases(st.just(w)))))

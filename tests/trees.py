@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from meshes import COUNTS
 
 import onebit_jax
 
@@ -25,7 +24,6 @@ BLOCK_SIZES = (512, 32, 64, 96, 1024, None)
 
 MODERATE = ("normal", "zeros", "constant", "sparse", "scaled")
 EXTREME = ("negative zeros", "denormal", "tiny", "large", "huge", "mixed")
-
 
 ROUNDS = 6
 U = 2.0**-24  # largest relative error of one rounding to float32
@@ -73,10 +71,6 @@ def quantizers():
         onebit_jax.SignQuantizer, st.sampled_from(BLOCK_SIZES),
         st.sampled_from(("rms", "mean_abs")), st.sampled_from((1.0, 0.5)),
     )
-
-
-def worker_counts():
-    return st.sampled_from(COUNTS)
 
 
 @dataclasses.dataclass(frozen=True)
