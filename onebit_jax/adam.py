@@ -48,7 +48,8 @@ def onebit_adam(
     round are cut at 8 learning rates, which only a second moment that is far too
     small can ask for; where many are, the default policy goes back to exact rounds.
 
-    A step in which any worker has a NaN or Inf is skipped on all workers: zero
+    A step in which any worker has a NaN or Inf, or gradients too large to be squared
+    and summed (certainly those below 1e14 are not), is skipped on all workers: zero
     updates, and the state unchanged but for ``rounds.skipped`` and the bytes.
 
     Where the caller knows which stage comes next, ``update(..., exact=False)`` or

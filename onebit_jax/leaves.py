@@ -144,7 +144,7 @@ class Leaf:
         def mean(args: Any) -> jax.Array:
             sources, divisor = args
             total = self._total(sources)
-            if len(sources) > 1:
+            if workers.is_direct(self.w):  # a server has done so
                 total = total / self.w
                 if self.limit is not None:
                     total = jnp.clip(total, -self.limit, self.limit)

@@ -10,6 +10,10 @@ import numpy as np
 
 from onebit_jax import packing
 
+#: A scale above this counts as infinite, so that its product with a divisor, of at
+#: most the root of the largest float32, is not.
+LARGEST_SCALE = 2.0**63
+
 
 class Encoded(NamedTuple):
     """Signs and scales of one array.
@@ -112,7 +116,8 @@ class SignQuantizer:
         else:
             total = jnp.sum(self._in_blocks(sizes, jnp.pad), axis=-1)
         mean = total / jnp.maximum(counts, 1.0)
-        return (jnp.sqrt(mean) if self.scale == "rms" else mean) * jnp.float32(self.gain)
+        scales = (jnp.sqrt(mean) if self.scale == "rms" else mean) * jnp.float32(self.gain)
+        return jnp.where(scales > LARGEST_SCALE, jnp.inf, scales)
 
     def magnitudes(self, scales: jax.Array, words: int) -> jax.Array:
         """Each word's scale: ``(..., blocks)`` to ``(..., words)``."""

@@ -180,6 +180,9 @@ def scale_by_onebit_adam(
         def moved_mu(m: jax.Array, g: jax.Array) -> Any:
             return b1 * m + (1 - b1) * g
 
+        def held_mu(m: jax.Array, old: jax.Array) -> jax.Array:
+            return m if m.dtype == old.dtype else sync.saturate(m, old.dtype)
+
         def exact_round(moments: _Moments) -> _Moments:
             mean, finite = allreduce.exact_allreduce(updates, axis_name, largest=LARGEST)
             keep, take = policies.decay_over(b2, decision.gap)
@@ -248,7 +251,7 @@ def scale_by_onebit_adam(
         )
         new_state = ScaleByOnebitAdamState(
             count=count,
-            mu=jax.tree.map(lambda m, old: m.astype(old.dtype), moments.mu, state.mu),
+            mu=jax.tree.map(held_mu, moments.mu, state.mu),
             nu=moments.nu,
             nu_spans=moments.nu_spans,
             nu_count=moments.nu_count,

@@ -68,12 +68,16 @@ def skipped_rounds(state: Any) -> jax.Array:
 def zero_unless(finite: jax.Array, updates: Any, like: Any) -> Any:
     """Updates in the dtypes of ``like``, or zeros if not all was finite."""
 
-    def cast(update: jax.Array, gradient: jax.Array) -> jax.Array:
-        # A mean of float16 gradients may decode to more than float16 holds.
-        largest = float(jnp.finfo(gradient.dtype).max)
-        return jnp.where(finite, jnp.clip(update, -largest, largest), 0.0).astype(gradient.dtype)
+    # A mean of float16 gradients may decode to more than float16 holds.
+    return jax.tree.map(
+        lambda u, g: jnp.where(finite, saturate(u, g.dtype), jnp.zeros((), g.dtype)), updates, like
+    )
 
-    return jax.tree.map(cast, updates, like)
+
+def saturate(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` in a dtype, its largest number where that does not hold more."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
 
 
 class CompressedMeanState(NamedTuple):

@@ -105,7 +105,7 @@ def _too_many(steps: int, bad: jax.Array, params: PyTree) -> str:
                 found[row] = ", ".join(names[i] for i in np.flatnonzero(flags))
     where = "; ".join(f"{found[row]} on worker {row}" for row in sorted(found)) or (
         "none of this process's own: look at what the other processes say. If theirs were finite "
-        "too, values were too large to be squared (above 1e19)"
+        "too, values were too large to be squared and summed (above 1e14)"
     )
     return (
         f"{steps} steps in a row were skipped, as something was not finite on some worker. Bad "

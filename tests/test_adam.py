@@ -292,6 +292,38 @@ def test_gradients_that_grow_suddenly_bring_exact_rounds_back(mode):
     assert updates[-20:].mean() < 2
 
 
+@pytest.mark.parametrize("variance", [20, 2])
+def test_a_gradient_whose_square_overflows_is_skipped(variance):
+    """It is finite, but a second moment of it would not be."""
+    grads = np.random.default_rng(0).normal(size=(2, 6, 700)).astype(np.float32)
+    grads[1, 1, 3], grads[0, 4, 3] = 1e20, -3e38
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=variance)
+    trained, (adam, *_) = train("vma", 2, tx, {"x": grads}, {"x": np.zeros(700, np.float32)})
+    for leaf in jax.tree.leaves((trained, adam)):
+        assert np.isfinite(np.asarray(leaf)).all()
+    assert np.asarray(adam.rounds.skipped)[1].tolist() == [0, 1, 1, 1, 2, 2]
+
+
+def test_no_product_of_scale_and_divisor_overflows():
+    """Second moments of other sizes in one block, and a gradient that jumps."""
+    grads = np.full((3, 4, 40), 1e10, np.float32)
+    grads[:, 0, 0], grads[:, 2, 0] = 1e-4, 1e32
+    quantizer = onebit_jax.SignQuantizer(scale="mean_abs")
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=1, variance_floor=0, quantizer=quantizer)
+    _, (adam, *_) = train("vma", 3, tx, {"x": grads}, {"x": np.zeros(40, np.float32)})
+    for leaf in jax.tree.leaves(adam):
+        assert np.isfinite(np.asarray(leaf)).all()
+    assert np.asarray(adam.rounds.skipped)[1].tolist() == [0, 0, 1, 1]
+
+
+def test_a_momentum_of_fewer_bits_never_becomes_infinite():
+    grads = np.full((2, 5, 40), 1e8, np.float32)
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=2, mu_dtype="float16")
+    _, (adam, *_) = train("vma", 2, tx, {"x": grads}, {"x": np.zeros(40, np.float32)})
+    assert (np.asarray(adam.mu["x"]) == np.finfo(np.float16).max).all()
+    assert not np.asarray(adam.rounds.skipped).any()
+
+
 def test_a_few_cut_blocks_do_not():
     """One row of an embedding that appears once in a while."""
     grads = np.random.default_rng(0).normal(size=(2, 300, 64, 64)).astype(np.float32)
@@ -303,12 +335,13 @@ def test_a_few_cut_blocks_do_not():
     assert np.asarray(state[0].rounds.exact)[0, -1] < 110
 
 
-def test_the_limit_holds_from_the_second_step_on():
+@pytest.mark.parametrize("w", [1, 2, 3])
+def test_the_limit_holds_from_the_second_step_on(w):
     """Where the bias correction of the first moment is still large."""
-    grads = np.full((2, 10, 40), 1e-6, np.float32)
+    grads = np.full((w, 10, 40), 1e-6, np.float32)
     grads[:, 1:] = 1e3
     tx = onebit_jax.onebit_adam(1.0, AXIS, variance=1)
-    trained, _ = train("vma", 2, tx, {"x": grads}, {"x": np.zeros(40, np.float32)})
+    trained, _ = train("vma", w, tx, {"x": grads}, {"x": np.zeros(40, np.float32)})
     updates = np.abs(np.diff(np.asarray(trained["x"])[0], axis=0))
     np.testing.assert_allclose(updates, 8, rtol=1e-4)
 

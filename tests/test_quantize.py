@@ -57,6 +57,12 @@ def test_mean_abs_never_grows_the_error():
         assert (np.linalg.norm(error) > np.linalg.norm(x)) == grows
 
 
+def test_a_scale_whose_square_may_overflow_counts_as_infinite():
+    x = jnp.asarray([[9e18], [-9e18], [1e19], [3e38]])
+    _, scales = onebit_jax.SignQuantizer(scale="mean_abs").encode(x)
+    np.testing.assert_array_equal(np.isfinite(scales)[:, 0], [True, True, False, False])
+
+
 @pytest.mark.parametrize("block_size", [0, -32, 100, 1.5, True, "512"])
 def test_block_size_must_be_a_positive_multiple_of_32(block_size):
     with pytest.raises(ValueError, match="block_size must be a positive multiple of 32"):
