@@ -19,7 +19,7 @@ from meshes import AXIS, COUNTS
 from trees import LARGEST, ROUNDS, TINY, Case, U, bits, case, leaf
 
 import onebit_jax
-from onebit_jax import allreduce
+from onebit_jax import allreduce, feedback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def mean_program(spec):
 
         first = jax.tree.map(lambda x: x[0], values)
         if spec.divided:
-            return jax.lax.scan(divided, allreduce.init_errors(first, AXIS), values)[1]
+            return jax.lax.scan(divided, feedback.init_errors(first, AXIS), values)[1]
         return jax.lax.scan(public, tx.init(first), values)[1]
 
     mapped = jax.vmap(worker, in_axes=(0, None), axis_name=AXIS)
@@ -100,12 +100,15 @@ def check_mean(spec, given_inputs):
             continue
         take = lambda tree, i=i: jax.tree.leaves(tree)[i].astype(np.float64)
         v = take(values).reshape(w, ROUNDS, n)
+        v = np.where(good[:, None], v, 0)  # no part of any sum, and +Inf and -Inf have none
         d = take(divisor).reshape(n) if spec.divided else np.ones(n)
         m = take(means).reshape(w, ROUNDS, n)[0]
         e = take(errors.worker_error).reshape(w, ROUNDS, n)
-        server = take(errors.server_error)[:, :, 0].swapaxes(0, 1).reshape(ROUNDS, -1)
-        assert not server[:, n:].any(), "padding has no error"
-        server = server[:, :n] if w > 2 else np.zeros((ROUNDS, n))
+        server = np.zeros((ROUNDS, n))  # two workers need no server
+        if w > 2:
+            server = take(errors.server_error)[:, :, 0].swapaxes(0, 1).reshape(ROUNDS, -1)
+            assert not server[:, n:].any(), "padding has no error"
+            server = server[:, :n]
         first = lambda x: np.concatenate([np.zeros_like(x[:1]), x[:-1]])
         e_before, server_before = first(e.swapaxes(0, 1)).swapaxes(0, 1), first(server)
         for t in np.flatnonzero(~counted):
@@ -116,7 +119,6 @@ def check_mean(spec, given_inputs):
         rounding.check_sums(counted)
         rounding.check_errors(counted)
         used = (np.abs(v) + np.abs(e_before) + np.abs(server_before)) / d
-        used = np.where(np.isfinite(used), used, 0)  # in a bad round
         largest = np.maximum(largest, used.max(axis=(0, 2)) * np.sqrt(n))
         if given_inputs.moderate and counted[-1]:
             check_with_oracle(spec, like.dtype, v, d, m, e, e_before, server, server_before)
