@@ -43,6 +43,9 @@ OPTIMIZERS: dict[str, Callable[[Any, int], optax.GradientTransformation]] = {
     "adam_bf16": _adam("bfloat16"),
     # The default: exact for 100 steps, then a refresh of the variance now and then.
     "onebit_adam": lambda rate, steps: onebit_jax.onebit_adam(rate, AXIS),
+    "bf16_errors": lambda rate, steps: onebit_jax.onebit_adam(
+        rate, AXIS, error_dtype="bfloat16"
+    ),
     "frozen": lambda rate, steps: onebit_jax.onebit_adam(rate, AXIS, variance=_warmup(steps)),
     "paper": lambda rate, steps: onebit_jax.paper_1bit_adam(rate, AXIS, _warmup(steps)),
 }
