@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint types clean
+.PHONY: demo test test-slow soak lint types clean
 
 demo: $(VENV)/installed  ## Adam and 1-bit Adam on a language model
 	$(BIN)/python examples/lm.py
@@ -12,6 +12,9 @@ test: lint types $(VENV)/installed  ## what has to pass
 
 test-slow: $(VENV)/installed  ## also what takes minutes
 	$(BIN)/python -m pytest -n auto -m "slow or not slow"
+
+soak: $(VENV)/installed  ## faults of every kind, against a run without
+	$(BIN)/python tests/soak.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

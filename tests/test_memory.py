@@ -50,7 +50,7 @@ ADAM = optax.chain(onebit_jax.exact_mean(AXIS), optax.adam(1e-3))
 
 
 @pytest.mark.parametrize(("w", "tx", "state", "most"), [
-    (8, ADAM, 4 + 4, 10),
+    (8, ADAM, 4 + 4, 8),
     (8, onebit(), 4 + 4 + 4 + 4 / 8 + SPANS, 8),
     *(pytest.param(w, onebit(**options), state + SPANS, most, marks=pytest.mark.slow)
       for w, options, state, most in (
