@@ -1,14 +1,17 @@
 """``python -m onebit_jax bench update | bench net | launch | plan``."""
 
 import argparse
+import importlib.metadata
 from collections.abc import Sequence
 
+import onebit_jax
 from onebit_jax.cli import bench_net, bench_update, launch, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m onebit_jax", description=__doc__)
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser("bench", help="measure the optimizer, alone or on a network")
     benches = bench.add_subparsers(dest="bench", required=True)
@@ -24,3 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     return args.run(args)
+
+
+def _versions() -> str:
+    others = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "optax"))
+    return f"onebit_jax {onebit_jax.__version__} ({', '.join(others)})"
