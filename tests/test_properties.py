@@ -100,6 +100,7 @@ def check_mean(spec, given_inputs):
             continue
         take = lambda tree, i=i: jax.tree.leaves(tree)[i].astype(np.float64)
         v = take(values).reshape(w, ROUNDS, n)
+        v = np.where(good[:, None], v, 0)  # no part of any sum, and +Inf and -Inf have none
         d = take(divisor).reshape(n) if spec.divided else np.ones(n)
         m = take(means).reshape(w, ROUNDS, n)[0]
         e = take(errors.worker_error).reshape(w, ROUNDS, n)
@@ -116,7 +117,6 @@ def check_mean(spec, given_inputs):
         rounding.check_sums(counted)
         rounding.check_errors(counted)
         used = (np.abs(v) + np.abs(e_before) + np.abs(server_before)) / d
-        used = np.where(np.isfinite(used), used, 0)  # in a bad round
         largest = np.maximum(largest, used.max(axis=(0, 2)) * np.sqrt(n))
         if given_inputs.moderate and counted[-1]:
             check_with_oracle(spec, like.dtype, v, d, m, e, e_before, server, server_before)
