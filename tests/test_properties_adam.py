@@ -201,13 +201,15 @@ def check_exact(spec, exact, grads, good, updates, adam):
     if spec.mu_dtype is None and spec.bias_correction and not spec.weight_decay:
         steps = np.maximum(good.cumsum(), 1)[:, None]
         root = np.sqrt(nu / (1 - B2**steps)) + EPS
-        own = np.concatenate([
-            np.full(x.size, float(jnp.finfo(x.dtype).eps) if x.dtype != np.float32 else 0)
-            for x in spec.leaves
-        ])
+        # In the dtype of the leaf: the direction, the rate and their product are rounded
+        # by half an epsilon each, and by half the least number of all.
+        infos = [(x.size, jnp.finfo(x.dtype)) for x in spec.leaves]
+        each = lambda f: np.concatenate([np.full(size, f(info)) for size, info in infos])
+        own = each(lambda info: 1.5 * float(info.eps) * (1 + float(info.eps)))
+        least = each(lambda info: float(info.smallest_subnormal))
         ratio = np.abs(wanted) / RATE
-        off = k * U * size * (1 + ratio) / root + (k * U + own) * ratio + own**2
-        close(flat(updates, spec.w, ROUNDS)[0], wanted, RATE * off)
+        off = k * U * size * (1 + ratio) / root + (k * U + own) * ratio
+        close(flat(updates, spec.w, ROUNDS)[0], wanted, RATE * off + least)
 
 
 @trees.quick(50, trees.with_inputs(st.sampled_from(ADAMS)))
