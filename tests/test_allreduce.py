@@ -221,7 +221,7 @@ def test_what_is_above_the_limit_is_cut_and_told_to_all(mode, w):
                                   mean_hint=hint, limit=limit)
         np.testing.assert_allclose(np.asarray(means)[-1, t], expected, rtol=1e-4)
         assert np.any(reference.server_error) == (w > 2)
-        held = np.append(np.asarray(server)[:, t, 0], np.zeros(n))[:n]
+        held = np.append(server_errors(server, t), np.zeros(n))[:n]
         np.testing.assert_allclose(held, reference.server_error, rtol=1e-4, atol=1e-4)
         assert (np.asarray(cut)[:, t] > 0).tolist() == [bool(reference.cut)] * w
     assert np.asarray(cut)[0, 1] == 1

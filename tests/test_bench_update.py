@@ -6,7 +6,9 @@ import processes
 import pytest
 
 
-@pytest.mark.parametrize(("workers", "leaves", "block"), [(2, 1, 512), (3, 2, 1024)])
+@pytest.mark.parametrize(("workers", "leaves", "block"), [
+    (2, 1, 512), pytest.param(3, 2, 1024, marks=pytest.mark.slow),
+])
 def test_a_short_run(tmp_path, workers, leaves, block):
     out = tmp_path / "update.json"
     command = ["-m", "onebit_jax", "bench", "update", "--params", "3e5", "--leaves", leaves,
