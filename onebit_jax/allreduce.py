@@ -148,13 +148,12 @@ def exact_allreduce(
     treedef: Any
     leaves, treedef = jax.tree.flatten(values)
     leaves = [x.astype(jnp.float32) for x in leaves]
-    largest = min(largest, float(jnp.finfo(jnp.float32).max))
     if axis_name is None or not leaves:
         return treedef.unflatten(leaves), workers.all_finite(leaves, largest)
     if wire_dtype is None:
         totals = lax.psum(leaves, axis_name)
         # Of the totals, as the means would have to be stored for it.
-        finite = workers.all_finite(totals, min(largest * w, float(jnp.finfo(jnp.float32).max)))
+        finite = workers.all_finite(totals, largest * w)
         return treedef.unflatten([total / w for total in totals]), finite
     means = _half_precision_mean(leaves, axis_name, w, jnp.dtype(wire_dtype))
     return treedef.unflatten(means), workers.all_finite(means, largest)

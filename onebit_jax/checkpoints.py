@@ -125,7 +125,10 @@ def restore(
     state = _read_state(manager, step, targets, treedef, contents["leaves"], folder)
     if same_size or wanted is None:
         return state
-    return jax.tree.map(_place_like, feedback.resize_workers(state, wanted), like)
+    place = lambda value, there: (
+        workers.put(value, there.sharding) if getattr(there, "sharding", None) else value
+    )
+    return jax.tree.map(place, feedback.resize_workers(state, wanted), like)
 
 
 def _worker_count(state: PyTree) -> int | None:
@@ -238,10 +241,3 @@ def _read_state(
                 "Restore an earlier step"
             )
     return state
-
-
-def _place_like(value: Any, like: Any) -> Any:
-    """Puts what this process has as a whole where ``like`` is."""
-    if isinstance(value, jax.Array) or like.sharding is None:
-        return value
-    return jax.make_array_from_callback(value.shape, like.sharding, lambda index: value[index])

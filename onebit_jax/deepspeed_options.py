@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from onebit_jax import workers
+
 
 class Kind(NamedTuple):
     """Which values an option may have, in words and as a test."""
@@ -37,7 +39,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_int(x: Any, low: int) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and low <= x < 2**31
+    return workers.is_count(x, low) and x < 2**31
 
 
 def _are_decays(x: Any) -> bool:

@@ -56,7 +56,7 @@ def _full(tree: Any) -> int:
 def _take(x: Any, start: Any, n: int) -> jax.Array:
     """Tiles ``start`` to ``start + n``."""
     if not _is_ragged(x):
-        return lax.dynamic_slice_in_dim(x, start, n)
+        return x if n == x.shape[0] else lax.dynamic_slice_in_dim(x, start, n)
     size = n * packing.TILE
     if isinstance(start, int) and (start + n) * packing.TILE > x.flat.size:
         part = x.flat[start * packing.TILE :]
@@ -69,7 +69,8 @@ def _take(x: Any, start: Any, n: int) -> jax.Array:
 def _put(x: Any, part: jax.Array, start: Any) -> Any:
     """Inverse of :func:`_take`."""
     if not _is_ragged(x):
-        return lax.dynamic_update_slice_in_dim(x, part, start, 0)
+        everything = part.shape[0] == x.shape[0]
+        return part if everything else lax.dynamic_update_slice_in_dim(x, part, start, 0)
     flat = part.reshape(-1)
     if isinstance(start, int):
         flat = flat[: x.flat.size - start * packing.TILE]

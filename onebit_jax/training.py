@@ -102,7 +102,7 @@ class TrainStep:
         shardings = [NamedSharding(self._mesh, spec) for spec in specs]
         if jax.process_count() > 1:
             _check_same_on_all_processes(leaves)
-        placed = [_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
+        placed = [workers.put(x, s) for x, s in zip(leaves, shardings, strict=True)]
         self._shardings[treedef] = shardings
         return jax.tree.unflatten(treedef, placed)
 
@@ -110,39 +110,26 @@ class TrainStep:
         sharding = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
 
         def put(leaf: Any) -> jax.Array:
-            parts = self._mesh.shape[self._axis_name] if _is_global(leaf) else self._workers_here
+            everywhere = workers.is_global(leaf)
+            parts = self._mesh.shape[self._axis_name] if everywhere else self._workers_here
             shape = np.shape(leaf)
             if not shape or shape[0] % parts:
                 raise ValueError(
                     f"the batch must have a leading axis that {parts} workers can share "
                     f"equally, found a leaf of shape {shape}"
                 )
-            if _is_global(leaf) or jax.process_count() == 1:
+            if everywhere or jax.process_count() == 1:
                 return jax.device_put(leaf, sharding)
             return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
         return jax.tree.map(put, batch)
 
 
-def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-        return leaf
-    if jax.process_count() == 1 or _is_global(leaf):
-        return jax.device_put(leaf, sharding)
-    # Every process has the whole of it and keeps its part.
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def _is_global(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-
-
 def _check_same_on_all_processes(leaves: list[Any]) -> None:
     """Refuses initial states that differ, from other seeds or checkpoints."""
     checksum = 0
     for leaf in leaves:
-        if not _is_global(leaf):
+        if not workers.is_global(leaf):
             checksum = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum)
     checksums = multihost_utils.process_allgather(np.uint32(checksum))
     if len(set(checksums.tolist())) > 1:
@@ -252,7 +239,7 @@ def make_train_step(
         new_state = _give(state, params, opt_state, model_state, ~skipped, mutable)
         done = None
         if watch.max_skips is not None:
-            done = outcome(grads, before, new_opt_state, axis_name)
+            done = outcome(grads, before, new_opt_state, skipped)
         return new_state, metrics, done
 
     def step(state: Any, batch: Any, rng: Any) -> Any:

@@ -30,11 +30,9 @@ class Outcome(NamedTuple):
     bad: jax.Array
 
 
-def outcome(gradients: PyTree, before: PyTree, after: PyTree, axis_name: str) -> Outcome:
+def outcome(gradients: PyTree, before: PyTree, after: PyTree, skipped: jax.Array) -> Outcome:
     """The outcome of a step from its local gradients and optimizer states."""
-    total = lambda state, name: sum(getattr(r, name) for r in sync.rounds_in(state))
-    skipped = sync.skipped_rounds(after) > sync.skipped_rounds(before)
-    done = [total(after, name) > total(before, name) for name in ("exact", "onebit")]
+    rounds = lambda state: jnp.stack([r.exact + r.onebit for r in sync.rounds_in(state)]).sum()
     trees, structure = [gradients], _structure(gradients)
     is_sum = lambda x: isinstance(x, AccumulateState)
     for state in jax.tree.leaves(before, is_leaf=is_sum):
@@ -49,7 +47,7 @@ def outcome(gradients: PyTree, before: PyTree, after: PyTree, axis_name: str) ->
     # Varying as the gradients do, as both branches must.
     nothing = lambda: jnp.zeros_like(jax.eval_shape(look))
     bad = lax.cond(skipped, look, nothing)
-    return Outcome(skipped, done[0] | done[1], bad[None])
+    return Outcome(skipped, rounds(after) > rounds(before), bad[None])
 
 
 def _structure(tree: PyTree) -> Any:

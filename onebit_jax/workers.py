@@ -1,9 +1,11 @@
 """What touches the mesh: axis sizes, per-worker values, agreement, checks."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -152,14 +154,14 @@ def all_agree(flags: list[jax.Array]) -> jax.Array:
     return lax.pmin(together.astype(jnp.int32), axes) > 0 if axes else together
 
 
-def all_finite(arrays: list[jax.Array], largest: float | None = None) -> jax.Array:
+def all_finite(arrays: list[jax.Array], largest: float = math.inf) -> jax.Array:
     """Whether no array holds a NaN or Inf; agreed on as by :func:`all_agree`.
 
-    Nor, where given, anything of a magnitude above ``largest``.
+    Nor anything of a magnitude above ``largest``.
     """
 
     def within(x: jax.Array) -> jax.Array:
-        bound = jnp.asarray(jnp.finfo(x.dtype).max if largest is None else largest, x.dtype)
+        bound = min(largest, float(jnp.finfo(x.dtype).max))
         return jnp.max(jnp.abs(x), initial=0) <= bound  # of a NaN it is False
 
     return all_agree([within(x) for x in arrays])
@@ -211,6 +213,22 @@ def unshard(x: jax.Array) -> jax.Array:
 def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """Undoes :func:`unshard`."""
     return jax.sharding.reshard(x, jax.typeof(like).sharding) if _is_sharded(like) else x
+
+
+def is_global(leaf: Any) -> bool:
+    """Whether it is an array of which other processes hold parts."""
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def put(leaf: Any, sharding: Any) -> jax.Array:
+    """An array on a mesh, from one there or one that every process has as a whole."""
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        return leaf
+    if jax.process_count() == 1 or is_global(leaf):
+        return jax.device_put(leaf, sharding)
+    # Every process keeps its part.
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def check_updates(updates: PyTree, axis_name: str | None) -> None:

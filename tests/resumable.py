@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 
 import onebit_jax
 from onebit_jax import checkpoints
+from onebit_jax.cli import launch
 
 ROWS = 16  # of a batch, over all workers
 RNG = np.random.default_rng(0)
@@ -55,6 +56,20 @@ def die_once(folder, step):
     with contextlib.suppress(FileExistsError):
         (folder / f"died-{step}").touch(exist_ok=False)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(folder, steps, *args, n=2, **kwargs):
+    """Runs this program in n processes; the status of ``launch``."""
+    command = [*map(str, (__file__, folder, steps, *args))]
+    env = {"JAX_ENABLE_PREEMPTION_SERVICE": "0"}  # else SIGTERM does not end a worker
+    return launch.launch(command, n, env=env, **kwargs)
+
+
+def results(folder, n=2):
+    """What all n processes ended with."""
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(n)]
+    assert all(rank == ranks[0] for rank in ranks), "the processes ended with different results"
+    return ranks[0]
 
 
 def main(args):

@@ -9,26 +9,19 @@ All workers compare all bits of what they share every 100 steps and at the end.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 import tempfile
 import time
 
-from onebit_jax.cli import launch
-
-PROGRAM = pathlib.Path(__file__).parent / "resumable.py"
+import resumable
 
 
 def start(folder, steps, n, *args, restarts=0):
-    command = [*map(str, (PROGRAM, folder, steps, "--every", 100, *args))]
-    env = {"JAX_ENABLE_PREEMPTION_SERVICE": "0"}  # else SIGTERM does not end a worker
-    if status := launch.launch(command, n, env=env, max_restarts=restarts):
+    options = ("--every", 100, *args)
+    if status := resumable.start(folder, steps, *options, n=n, max_restarts=restarts):
         raise SystemExit(f"soak: a run ended with status {status}")
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(n)]
-    if any(rank != ranks[0] for rank in ranks):
-        raise SystemExit("soak: the processes ended with different results")
-    return ranks[0]
+    return resumable.results(folder, n)
 
 
 def disturbed(folder, steps):

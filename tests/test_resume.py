@@ -1,27 +1,14 @@
 """Real processes that die and go on from their checkpoint."""
 
-import json
-import pathlib
-
 import pytest
+import resumable
 
-from onebit_jax.cli import launch
-
-PROGRAM = pathlib.Path(__file__).parent / "resumable.py"
 STEPS = 60
 
 
-def start(folder, *args, n=2, **kwargs):
+def start(folder, *args, **kwargs):
     folder.mkdir(exist_ok=True)
-    env = {"JAX_ENABLE_PREEMPTION_SERVICE": "0"}  # else SIGTERM does not end the other one
-    command = [*map(str, (PROGRAM, folder, STEPS, *args))]
-    return launch.launch(command, n, env=env, **kwargs)
-
-
-def results(folder, n=2):
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(n)]
-    assert all(rank == ranks[0] for rank in ranks)
-    return ranks[0]
+    return resumable.start(folder, STEPS, *args, **kwargs)
 
 
 def same_end(got, expected):
@@ -33,7 +20,7 @@ def same_end(got, expected):
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     assert start(folder) == 0
-    found = results(folder)
+    found = resumable.results(folder)
     assert found["exact_rounds"] >= 25
     assert found["onebit_rounds"] > 10
     return found
@@ -45,7 +32,7 @@ def test_a_killed_worker_and_a_restart_from_the_checkpoint_change_nothing(
     """One dies between checkpoints, and again in the middle of writing one."""
     assert start(tmp_path, "--die", 37, "--die-saving", 50, max_restarts=2) == 0
     assert capfd.readouterr().err.count("was ended by signal 9") == 2
-    found = results(tmp_path)
+    found = resumable.results(tmp_path)
     assert found["first"] in (30, 40), "the checkpoint of step 50 is not complete"
     assert same_end(found, unbroken)
 
@@ -55,7 +42,7 @@ def test_a_fresh_start_goes_on_from_a_checkpoint(tmp_path, unbroken):
     """Saved after step 37 of 25 exact ones."""
     assert start(tmp_path, "--stop", 37) == 0
     assert start(tmp_path) == 0
-    found = results(tmp_path)
+    found = resumable.results(tmp_path)
     assert found["first"] == 37
     assert same_end(found, unbroken)
 
@@ -67,9 +54,9 @@ def test_another_number_of_processes_is_refused_or_resized(tmp_path, unbroken, c
     assert "Convert it with onebit_jax.resize_workers" in capfd.readouterr().out
     for n in (4, 1):
         assert start(tmp_path, "--resize", "--stop", 40 + 2 * n, n=n) == 0
-    found = results(tmp_path, 1)
+    found = resumable.results(tmp_path, 1)
     assert found["workers"] == 1
     assert start(tmp_path, "--resize") == 0
-    found = results(tmp_path)
+    found = resumable.results(tmp_path)
     assert found["first"] == 42 or found["first"] == 48
     assert abs(found["loss"] - unbroken["loss"]) < 0.05 * unbroken["loss"]
