@@ -22,7 +22,6 @@ from saving import Saved
 import onebit_jax
 
 AXIS = "data"
-EVALUATIONS = 12
 COUNTS = ("exact_rounds", "onebit_rounds", "skipped_rounds", "bytes_sent")
 
 
@@ -46,6 +45,9 @@ OPTIMIZERS: dict[str, Callable[[Any, int], optax.GradientTransformation]] = {
     "bf16_errors": lambda rate, steps: onebit_jax.onebit_adam(
         rate, AXIS, error_dtype="bfloat16"
     ),
+    "bf16_exact": lambda rate, steps: onebit_jax.onebit_adam(
+        rate, AXIS, wire_dtype="bfloat16"
+    ),
     "frozen": lambda rate, steps: onebit_jax.onebit_adam(rate, AXIS, variance=_warmup(steps)),
     "paper": lambda rate, steps: onebit_jax.paper_1bit_adam(rate, AXIS, _warmup(steps)),
 }
@@ -64,6 +66,7 @@ class Task:
       evaluate: ``evaluate(params, model_state) -> {"loss": ..., ...}`` on
         held-out data.
       peak_rate: highest learning rate.
+      evaluations: how many there are in a run.
     """
 
     init: Callable
@@ -72,6 +75,7 @@ class Task:
     batch: Callable
     evaluate: Callable
     peak_rate: float
+    evaluations: int = 12
 
 
 def arguments(description: str, steps: int) -> argparse.ArgumentParser:
@@ -122,7 +126,11 @@ def compare(task: Task, args: argparse.Namespace, mesh: jax.sharding.Mesh, name:
     """Trains with each optimizer, prints the table, writes plot and JSON."""
     console = Console(quiet=jax.process_index() > 0)
     names = args.optimizer or ["adam", "onebit_adam"]
-    runs = [_train(task, optimizer, args, mesh, console) for optimizer in names]
+    rate = schedule(task.peak_rate, args.steps)
+    runs = [
+        train(task, optimizer, OPTIMIZERS[optimizer](rate, args.steps), args, mesh, console)
+        for optimizer in names
+    ]
     if jax.process_index() > 0:
         return
     console.print(_table(runs, args, name))
@@ -136,14 +144,17 @@ def compare(task: Task, args: argparse.Namespace, mesh: jax.sharding.Mesh, name:
         args.json.write_text(json.dumps({"arguments": settings, "runs": runs}, indent=1))
 
 
-def _schedule(peak: float, steps: int) -> optax.Schedule:
+def schedule(peak: float, steps: int) -> optax.Schedule:
     """Linear warm-up over a tenth of the run, at most 100 steps, then a cosine."""
     warmup = min(max(steps // 10, 1), 100)
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), peak / 10)
 
 
-def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -> dict[str, Any]:
-    tx = OPTIMIZERS[optimizer](_schedule(task.peak_rate, args.steps), args.steps)
+def train(
+    task: Task, optimizer: str, tx: optax.GradientTransformation, args: Any, mesh: Any,
+    console: Console,
+) -> dict[str, Any]:
+    """Trains with one optimizer, of that name in the progress and the results."""
     step_fn = onebit_jax.make_train_step(task.loss_fn, tx, mesh, AXIS, mutable=task.mutable)
     rows = len(jax.tree.leaves(task.batch(args.seed, 0))[0])
     if rows % args.workers:
@@ -176,7 +187,7 @@ def _train(task: Task, optimizer: str, args: Any, mesh: Any, console: Console) -
                 sent = f"{done['bytes_sent'] / 1e6:.1f} MB sent"
                 status = f"loss {float(metrics['loss']):.3f}  {done['stage']}  {sent}"
                 progress.update(bar, completed=step + 1, status=status)
-            if last or (step + 1) % max(args.steps // EVALUATIONS, 1) == 0:
+            if last or (step + 1) % max(args.steps // task.evaluations, 1) == 0:
                 jax.block_until_ready(state)
                 seconds += time.perf_counter() - started
                 result = task.evaluate(*map(_local, (state[0], (*state, None)[2])))

@@ -18,23 +18,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-CONTEXT = 128
 BATCH = 16  # sequences per step, over all workers
-WIDTH, LAYERS, HEADS = 128, 2, 4
 
 
 class Transformer(nn.Module):
     """Decoder with learned positions; bytes ``(B, T)`` to logits ``(B, T, 256)``."""
 
+    context: int = 128
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Bytes ``(B, T)`` to vectors ``(B, T, width)``."""
+        positions = nn.Embed(self.context, self.width)(jnp.arange(tokens.shape[1]))
+        return nn.Embed(256, self.width)(tokens) + positions
+
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(256, WIDTH)(tokens) + nn.Embed(CONTEXT, WIDTH)(jnp.arange(tokens.shape[1]))
+        x = self.embed(tokens)
         mask = nn.make_causal_mask(tokens)
-        for _ in range(LAYERS):
+        for _ in range(self.layers):
             y = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(HEADS)(y, mask=mask)
+            x = x + nn.MultiHeadDotProductAttention(self.heads)(y, mask=mask)
             y = nn.LayerNorm()(x)
-            x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(y)))
+            x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(y)))
         return nn.Dense(256)(nn.LayerNorm()(x))
 
 
@@ -53,39 +61,37 @@ def text() -> tuple[np.ndarray, np.ndarray]:
     return train, held
 
 
-def windows(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Windows of ``CONTEXT + 1`` bytes, int32 ``(len(starts), CONTEXT + 1)``."""
-    return data[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
+def make_task(model: Transformer, sequences: int, peak_rate: float) -> comparison.Task:
+    """Predict each next byte, from so many sequences per step over all workers."""
+    train, held = text()
 
+    def windows(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        return data[starts[:, None] + np.arange(model.context + 1)].astype(np.int32)
 
-def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
-    logits = Transformer().apply({"params": params}, tokens[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return jnp.mean(losses)
+    def init(seed: int) -> tuple[dict, None]:
+        tokens = jnp.zeros((1, model.context), jnp.int32)
+        return model.init(jax.random.key(seed), tokens)["params"], None
 
+    def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.mean(losses)
 
-def init(seed: int) -> tuple[dict, None]:
-    tokens = jnp.zeros((1, CONTEXT), jnp.int32)
-    return Transformer().init(jax.random.key(seed), tokens)["params"], None
+    def batch(seed: int, step: int) -> np.ndarray:
+        last = len(train) - model.context - 1
+        return windows(train, np.random.default_rng((seed, step)).integers(0, last, sequences))
 
+    held_loss = jax.jit(loss_fn)
 
-def batch(seed: int, step: int) -> np.ndarray:
-    train, _ = text()
-    starts = np.random.default_rng((seed, step)).integers(0, len(train) - CONTEXT - 1, BATCH)
-    return windows(train, starts)
+    def evaluate(params: dict, model_state: None) -> dict[str, float]:
+        starts = np.linspace(0, len(held) - model.context - 2, 256).astype(int)
+        parts = windows(held, starts).reshape(4, 64, model.context + 1)
+        return {"loss": float(np.mean([held_loss(params, part) for part in parts]))}
 
+    return comparison.Task(init, loss_fn, None, batch, evaluate, peak_rate)
 
-def evaluate(params: dict, model_state: None) -> dict[str, float]:
-    _, held = text()
-    starts = np.linspace(0, len(held) - CONTEXT - 2, 256).astype(int)
-    parts = windows(held, starts).reshape(4, 64, CONTEXT + 1)
-    return {"loss": float(np.mean([_eval_loss(params, part) for part in parts]))}
-
-
-_eval_loss = jax.jit(loss_fn)
 
 if __name__ == "__main__":
     args = comparison.arguments(__doc__.splitlines()[0], steps=600).parse_args()
     mesh = comparison.start(args)
-    task = comparison.Task(init, loss_fn, None, batch, evaluate, peak_rate=3e-3)
-    comparison.compare(task, args, mesh, "lm")
+    comparison.compare(make_task(Transformer(), BATCH, peak_rate=3e-3), args, mesh, "lm")

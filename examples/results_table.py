@@ -36,8 +36,12 @@ def rows(paths: list[str]) -> list[list[str]]:
     return table
 
 
+def markdown(table: list[list[str]]) -> str:
+    """Rows of cells, the second of which is the rule under the first."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in table)
+
+
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
-    for cells in rows(sys.argv[1:]):
-        print("| " + " | ".join(cells) + " |")
+    print(markdown(rows(sys.argv[1:])))

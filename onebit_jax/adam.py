@@ -26,6 +26,7 @@ def onebit_adam(
     bias_correction: bool = True,
     mu_dtype: Any = None,
     error_dtype: Any = None,
+    wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam that exchanges one bit per parameter in most of its steps.
 
@@ -83,6 +84,9 @@ def onebit_adam(
       mu_dtype: dtype in which the first moment is kept; default float32.
       error_dtype: dtype in which worker and server errors are kept; default float32.
         ``"bfloat16"`` saves up to 4 bytes per parameter.
+      wire_dtype: dtype of the gradients on the wire in exact rounds; default float32.
+        ``"bfloat16"`` halves their bytes, and then they are Adam but for its rounding:
+        the sum is in float32.
 
     Returns:
       A transformation that is chained, scheduled and partitioned like
@@ -119,6 +123,7 @@ def onebit_adam(
             axis_name, b1, b2, eps, variance=variance, quantizer=quantizer,
             precondition=precondition, variance_floor=variance_floor,
             bias_correction=bias_correction, mu_dtype=mu_dtype, error_dtype=error_dtype,
+            wire_dtype=wire_dtype,
         ),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -140,6 +145,7 @@ def onebit_adamw(
     bias_correction: bool = True,
     mu_dtype: Any = None,
     error_dtype: Any = None,
+    wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """:func:`onebit_adam` with decoupled weight decay, as in ``optax.adamw``.
 
@@ -162,6 +168,7 @@ def onebit_adamw(
       bias_correction: see there.
       mu_dtype: see there.
       error_dtype: see there.
+      wire_dtype: see there.
 
     Returns:
       A transformation; its ``update`` needs ``params``.
@@ -183,6 +190,7 @@ def onebit_adamw(
             axis_name, b1, b2, eps, variance=variance, quantizer=quantizer,
             precondition=precondition, variance_floor=variance_floor,
             bias_correction=bias_correction, mu_dtype=mu_dtype, error_dtype=error_dtype,
+            wire_dtype=wire_dtype,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

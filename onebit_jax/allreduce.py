@@ -20,9 +20,9 @@ from onebit_jax.quantize import Encoded, SignQuantizer
 
 PyTree = Any
 
-#: Words that a process on a CPU sends at a time, 170 kB. Smaller pieces use a slow
-#: link better, but each costs milliseconds where the link is faster than the core.
-PIECE_WORDS = 42_500
+#: Bytes that a process on a CPU sends at a time. Smaller pieces use a slow link
+#: better, but each costs milliseconds where the link is faster than the core.
+PIECE_BYTES = 170_000
 
 
 def compressed_allreduce(
@@ -159,6 +159,14 @@ def exact_allreduce(
     return treedef.unflatten(means), workers.all_finite(means, largest)
 
 
+def check_wire_dtype(wire_dtype: Any) -> None:
+    """Raises ValueError unless it is a ``wire_dtype`` of :func:`exact_allreduce`."""
+    if wire_dtype is not None and jnp.dtype(wire_dtype) not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"wire_dtype must be None (float32), bfloat16 or float16, found {wire_dtype!r}"
+        )
+
+
 def onebit_round_bytes(params: PyTree, w: int, quantizer: SignQuantizer) -> int:
     """Bytes each of ``w`` workers sends in one compressed round of the tree."""
     direct = workers.is_direct(w)
@@ -200,22 +208,23 @@ def swap_payload(payload: jax.Array, axis_name: str) -> jax.Array:
     """Row r of ``(w, C)`` to worker r; row i of the result is from worker i."""
     swap = lambda rows: lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
     peers = max(lax.axis_size(axis_name) - 1, 1)
-    return _in_pieces(swap, payload, PIECE_WORDS // peers)
+    return _in_pieces(swap, payload, PIECE_BYTES // peers)
 
 
 def gather_payload(payload: jax.Array, axis_name: str) -> jax.Array:
     """Every worker's ``(1, C)`` to everybody: ``(w, C)``."""
-    return _in_pieces(lambda row: all_gather(row[0], axis_name), payload, PIECE_WORDS)
+    return _in_pieces(lambda row: all_gather(row[0], axis_name), payload, PIECE_BYTES)
 
 
 def _in_pieces(
-    collective: Callable[[jax.Array], jax.Array], payload: jax.Array, words: int
+    collective: Callable[[jax.Array], jax.Array], payload: jax.Array, n_bytes: int
 ) -> jax.Array:
-    """Sends a payload ``(rows, C)`` in turns of about so many words of each row.
+    """Sends a payload ``(rows, C)`` in turns of about so many bytes of each row.
 
     Only between processes on CPUs: gloo sends a large message one way at a time.
     """
-    pieces = -(-payload.shape[1] // max(words, 1))
+    entries = max(n_bytes // payload.dtype.itemsize, 1)
+    pieces = -(-payload.shape[1] // entries)
     if pieces < 2 or jax.default_backend() != "cpu" or jax.process_count() == 1:
         return collective(payload)
     size = -(-payload.shape[1] // pieces)
@@ -266,10 +275,10 @@ def _half_precision_mean(
     if chunks.size == 0:
         return leaves
     bits = lax.bitcast_convert_type(chunks, jnp.uint16)
-    bits = lax.all_to_all(bits, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    parts = lax.bitcast_convert_type(bits, wire).astype(jnp.float32)
+    parts = lax.bitcast_convert_type(swap_payload(bits, axis_name), wire).astype(jnp.float32)
     mean = sum((parts[i] for i in range(1, w)), start=parts[0]) / w
-    bits = all_gather(lax.bitcast_convert_type(mean.astype(wire), jnp.uint16), axis_name)
+    bits = lax.bitcast_convert_type(mean.astype(wire), jnp.uint16)
+    bits = gather_payload(bits[None], axis_name)
     means = lax.bitcast_convert_type(bits, wire).astype(jnp.float32)
     result, start = [], 0
     for x, n in zip(leaves, lengths, strict=True):

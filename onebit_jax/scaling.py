@@ -95,6 +95,7 @@ def scale_by_onebit_adam(
     bias_correction: bool = True,
     mu_dtype: Any = None,
     error_dtype: Any = None,
+    wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales **local** gradients by the 1-bit Adam algorithm.
 
@@ -114,12 +115,13 @@ def scale_by_onebit_adam(
       bias_correction: as in Optax; False as in DeepSpeed.
       mu_dtype: dtype in which the first moment is kept.
       error_dtype: dtype in which the errors are kept.
+      wire_dtype: dtype of the gradients on the wire in exact rounds.
 
     Returns:
       A transformation with :class:`ScaleByOnebitAdamState`.
 
     Raises:
-      ValueError: when built, for an invalid ``variance`` or ``quantizer``; from
+      ValueError: when built, for an invalid ``variance`` or ``wire_dtype``; from
         ``init``, if the size of the axis is not known; from ``update``, if the
         axis is not bound, the gradients are already reduced, the tree is
         another one than at init, the state is that of another number of
@@ -129,6 +131,7 @@ def scale_by_onebit_adam(
         ``quantizer`` that is none.
     """
     policy = policies.as_policy(variance)
+    allreduce.check_wire_dtype(wire_dtype)
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
 
     def init_spans(p: Any) -> jax.Array:
@@ -184,7 +187,7 @@ def scale_by_onebit_adam(
             return m if m.dtype == old.dtype else sync.saturate(m, old.dtype)
 
         def exact_round(moments: _Moments) -> _Moments:
-            mean, finite = allreduce.exact_allreduce(updates, axis_name, largest=LARGEST)
+            mean, finite = allreduce.exact_allreduce(updates, axis_name, wire_dtype, LARGEST)
             keep, take = policies.decay_over(b2, decision.gap)
             mu = jax.tree.map(moved_mu, moments.mu, mean)
             nu = jax.tree.map(lambda v, g: keep * v + take * jnp.square(g), moments.nu, mean)
@@ -246,7 +249,7 @@ def scale_by_onebit_adam(
 
         w = workers.bound_axis_size(axis_name)
         n_bytes = (
-            allreduce.exact_round_bytes(updates, w),
+            allreduce.exact_round_bytes(updates, w, wire_dtype),
             allreduce.onebit_round_bytes(updates, w, quantizer),
         )
         new_state = ScaleByOnebitAdamState(

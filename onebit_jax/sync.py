@@ -189,10 +189,7 @@ def exact_mean(
       >>> import optax, onebit_jax
       >>> tx = optax.chain(onebit_jax.exact_mean("data", "bfloat16"), optax.adam(1e-3))
     """
-    if wire_dtype is not None and jnp.dtype(wire_dtype) not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f"wire_dtype must be None (float32), bfloat16 or float16, found {wire_dtype!r}"
-        )
+    allreduce.check_wire_dtype(wire_dtype)
 
     def init(params: Any) -> ExactMeanState:
         return ExactMeanState(init_rounds(axis_name))

@@ -62,6 +62,24 @@ def test_before_the_first_1bit_round_it_is_adam(mode, w):
     assert np.asarray(state[0].rounds.exact)[:, -1].tolist() == [100] * w
 
 
+@pytest.mark.parametrize("w", [2, 4])
+def test_exact_rounds_may_send_two_bytes_per_entry(w):
+    grads, params = gradients(w, 20), parameters()
+    tx = onebit_jax.onebit_adam(1e-2, AXIS, variance=20, wire_dtype="bfloat16")
+    trained, state = train("vma", w, tx, grads, params)
+    rounded = lambda x: np.asarray(x).astype(jnp.bfloat16).astype(np.float32)
+    # What goes out is rounded, the mean of that is in float32 and rounded once more.
+    means = {k: rounded(rounded(g).mean(axis=0))[None] for k, g in grads.items()}
+    expected = train_exactly(optax.adam(1e-2), means, params)
+    for name in expected:
+        for replica in np.asarray(trained[name])[:, -1]:
+            np.testing.assert_allclose(replica, expected[name], rtol=1e-5, atol=1e-6)
+    bytes_each = 2 * (w - 1) * sum(-(-p.size // w) for p in params.values()) * 2
+    assert onebit_jax.bytes_sent(jax.tree.map(lambda x: x[:, -1], state)) == 20 * bytes_each
+    with pytest.raises(ValueError, match="wire_dtype must be None .*found 'int8'"):
+        onebit_jax.onebit_adam(1e-2, AXIS, wire_dtype="int8")
+
+
 def test_before_the_first_1bit_round_it_is_adamw():
     grads, params = gradients(4, 100), parameters()
     mask = {"w": True, "b": False, "s": True, "empty": True}

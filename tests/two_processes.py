@@ -13,7 +13,7 @@ import onebit_jax
 from onebit_jax import allreduce
 
 #: So that several processes send even this small model in pieces.
-allreduce.PIECE_WORDS = 3
+allreduce.PIECE_BYTES = 12
 
 
 def main(coordinator, count, rank, out):
