@@ -31,8 +31,8 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Bytes ``(B, T)`` to vectors ``(B, T, width)``."""
-        positions = nn.Embed(self.context, self.width)(jnp.arange(tokens.shape[1]))
-        return nn.Embed(256, self.width)(tokens) + positions
+        x = nn.Embed(256, self.width)(tokens)
+        return x + nn.Embed(self.context, self.width)(jnp.arange(tokens.shape[1]))
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:

@@ -4,10 +4,10 @@
     sudo python examples/study.py --small       # minutes
 
 Two processes, a core and a network namespace each, joined by links of limited rate; see
-python -m onebit_jax launch. Each optimizer also runs once as one process alone, on its half of
-the batches: its computation. What a run takes beyond that and beyond what its bytes take at
-the rate of the link is waiting: latency, headers, and one process waiting for the other.
-Runs whose results are in --out are not repeated.
+python -m onebit_jax launch. Each optimizer also runs in two processes side by side that
+exchange nothing, each on its half of the batches: its computation. What a run takes beyond
+that and beyond what its bytes take at the rate of the link is waiting: latency, headers, and
+one process waiting for the other. Runs whose results are in --out are not repeated.
 """
 
 import argparse
@@ -49,31 +49,52 @@ def measure(part: Part, rate: str, optimizer: str, args: argparse.Namespace) -> 
     """The result of one run, measured now or before."""
     file = args.out / f"{part.task}-{part.steps}-{rate}-{optimizer}-{args.seed}.json"
     if not file.exists():
-        n, share = (1, WORKERS) if rate == ALONE else (WORKERS, 1)
-        raw = file.with_suffix(".raw")
-        command = [
-            sys.executable, "-m", "onebit_jax", "launch", "-n", n,
-            "--rate", "none" if rate == ALONE else rate, "--",
-            pathlib.Path(__file__).with_name("study_run.py"), "--task", part.task, "--share", share,
-            "--distributed", "--optimizer", optimizer, "--steps", part.steps, "--seed", args.seed,
-            "--out", args.out / "runs", "--json", raw,
-        ]
-        if args.data:
-            command += ["--data", args.data]
         load = os.getloadavg()[0]
         print(f"{part.task}, {rate}, {optimizer}, load average {load:.2f} ...", flush=True)
-        log = file.with_suffix(".log")
-        with log.open("w") as output:
-            failed = subprocess.run(
-                list(map(str, command)), stdout=output, stderr=subprocess.STDOUT
-            ).returncode
-        if failed:
-            print(log.read_text()[-2000:], file=sys.stderr)
-            raise SystemExit(f"study: the run ended with status {failed}, see {log}")
-        (run,) = json.loads(raw.read_text())["runs"]
-        raw.unlink()
-        file.write_text(json.dumps({"load_average": load, **run}, indent=1) + "\n")
+        command = [
+            pathlib.Path(__file__).with_name("study_run.py"), "--task", part.task,
+            "--distributed", "--optimizer", optimizer, "--steps", part.steps, "--seed", args.seed,
+            *(["--data", args.data] if args.data else []),
+        ]
+        if rate == ALONE:
+            cores = sorted(os.sched_getaffinity(0))[:WORKERS]
+            command += ["--share", WORKERS]
+            starts = [
+                start(command, 1, "none", file.with_suffix(f".{i}"), cores[i % len(cores)])
+                for i in range(WORKERS)
+            ]
+        else:
+            starts = [start(command, WORKERS, rate, file.with_suffix(".0"))]
+        runs = [result(*each) for each in starts]
+        slowest = max(runs, key=lambda run: run["seconds"])
+        file.write_text(json.dumps({"load_average": load, **slowest}, indent=1) + "\n")
     return json.loads(file.read_text())
+
+
+def start(
+    command: list[Any], n: int, rate: str, raw: pathlib.Path, core: int | None = None
+) -> tuple[subprocess.Popen, pathlib.Path]:
+    """Starts processes whose result goes to a file, on one core if it is given."""
+    pin = None if core is None else lambda: os.sched_setaffinity(0, {core})
+    launch = [sys.executable, "-m", "onebit_jax", "launch", "-n", n, "--rate", rate, "--"]
+    output = ["--out", raw.parent / "runs", "--json", raw]
+    with raw.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(
+            [str(word) for word in (*launch, *command, *output)],
+            stdout=log, stderr=subprocess.STDOUT, preexec_fn=pin,
+        )
+    return process, raw
+
+
+def result(process: subprocess.Popen, raw: pathlib.Path) -> dict[str, Any]:
+    """Waits for what was started; its result."""
+    if status := process.wait():
+        log = raw.with_suffix(".log")
+        print(log.read_text()[-2000:], file=sys.stderr)
+        raise SystemExit(f"study: a run ended with status {status}, see {log}")
+    (run,) = json.loads(raw.read_text())["runs"]
+    raw.unlink()
+    return run
 
 
 def seconds_to(curve: list[list[float]], target: float) -> float | None:
@@ -138,15 +159,22 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="minutes; the language model only")
     parser.add_argument("--data", type=pathlib.Path, metavar="DIR",
                         help="IDX files for the ResNet (default: scikit-learn's digits)")
+    parser.add_argument("--task", choices=[part.task for part in FULL], help="only this one")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append",
+                        help="besides adam only this one; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/study"),
                         metavar="DIR", help="results and plots (default: %(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    chosen = ("adam", *(args.optimizer or OPTIMIZERS))
     for part in SMALL if args.small else FULL:
-        alone = {name: measure(part, ALONE, name, args) for name in part.optimizers}
+        if args.task not in (None, part.task):
+            continue
+        names = [name for name in part.optimizers if name in chosen]
+        alone = {name: measure(part, ALONE, name, args) for name in names}
         for rate in part.rates:
-            runs = {name: measure(part, rate, name, args) for name in part.optimizers}
+            runs = {name: measure(part, rate, name, args) for name in names}
             loads = [run["load_average"] for run in runs.values()]
             title = f"{part.task}, {part.steps} steps, {WORKERS} workers, {rate}, seed {args.seed}"
             print(f"\n{title}; load average before the runs {min(loads):.2f}-{max(loads):.2f}\n")

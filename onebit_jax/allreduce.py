@@ -5,6 +5,7 @@ optimizers. All collectives that carry gradients are in this file; elsewhere are
 only those of scalars, metrics and batch statistics.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,10 @@ PyTree = Any
 #: Bytes that a process on a CPU sends at a time. Smaller pieces use a slow link
 #: better, but each costs milliseconds where the link is faster than the core.
 PIECE_BYTES = 170_000
+
+#: Entries below which a leaf shares its all-reduce with others between processes on
+#: CPUs, where a small one takes milliseconds.
+SMALL_LEAF = 65_536
 
 
 def compressed_allreduce(
@@ -151,7 +156,7 @@ def exact_allreduce(
     if axis_name is None or not leaves:
         return treedef.unflatten(leaves), workers.all_finite(leaves, largest)
     if wire_dtype is None:
-        totals = lax.psum(leaves, axis_name)
+        totals = _sums(leaves, axis_name)
         # Of the totals, as the means would have to be stored for it.
         finite = workers.all_finite(totals, largest * w)
         return treedef.unflatten([total / w for total in totals]), finite
@@ -216,6 +221,29 @@ def gather_payload(payload: jax.Array, axis_name: str) -> jax.Array:
     return _in_pieces(lambda row: all_gather(row[0], axis_name), payload, PIECE_BYTES)
 
 
+def _between_cpus() -> bool:
+    """Whether this process exchanges with others from a CPU."""
+    return jax.default_backend() == "cpu" and jax.process_count() > 1
+
+
+def _sums(leaves: list[jax.Array], axis_name: str) -> list[jax.Array]:
+    """Sums over the workers; small leaves of one type in one all-reduce, see SMALL_LEAF."""
+    totals: list[Any] = [None] * len(leaves)
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        small = _between_cpus() and x.size < SMALL_LEAF and workers.unshard(x) is x
+        groups.setdefault(workers.varying_axes(x) if small else i, []).append(i)
+    for group in groups.values():
+        if len(group) == 1:
+            totals[group[0]] = lax.psum(leaves[group[0]], axis_name)
+            continue
+        flat = lax.psum(jnp.concatenate([leaves[i].reshape(-1) for i in group]), axis_name)
+        ends = itertools.accumulate(leaves[i].size for i in group)
+        for i, end in zip(group, ends, strict=True):
+            totals[i] = flat[end - leaves[i].size : end].reshape(leaves[i].shape)
+    return totals
+
+
 def _in_pieces(
     collective: Callable[[jax.Array], jax.Array], payload: jax.Array, n_bytes: int
 ) -> jax.Array:
@@ -225,7 +253,7 @@ def _in_pieces(
     """
     entries = max(n_bytes // payload.dtype.itemsize, 1)
     pieces = -(-payload.shape[1] // entries)
-    if pieces < 2 or jax.default_backend() != "cpu" or jax.process_count() == 1:
+    if pieces < 2 or not _between_cpus():
         return collective(payload)
     size = -(-payload.shape[1] // pieces)
     rest = pieces * size - payload.shape[1]

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from onebit_jax import feedback, sync, workers
 from onebit_jax.scaling import ScaleByOnebitAdamState
@@ -99,12 +99,21 @@ class TrainStep:
             feedback.state_specs(state, self._axis_name),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
-        shardings = [NamedSharding(self._mesh, spec) for spec in specs]
+        shardings = [
+            NamedSharding(self._mesh, self._spec_as_returned(spec, np.ndim(leaf)))
+            for spec, leaf in zip(specs, leaves, strict=True)
+        ]
         if jax.process_count() > 1:
             _check_same_on_all_processes(leaves)
         placed = [workers.put(x, s) for x, s in zip(leaves, shardings, strict=True)]
         self._shardings[treedef] = shardings
         return jax.tree.unflatten(treedef, placed)
+
+    def _spec_as_returned(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
+        """The spec as the compiled step writes it, so that its results are in place already."""
+        if AxisType.Explicit not in self._mesh.axis_types:
+            return spec
+        return PartitionSpec(*spec, *[None] * (ndim - len(spec)))
 
     def _place_batch(self, batch: PyTree) -> PyTree:
         sharding = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
