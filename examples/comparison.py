@@ -48,6 +48,11 @@ OPTIMIZERS: dict[str, Callable[[Any, int], optax.GradientTransformation]] = {
     ),
     "frozen": lambda rate, steps: onebit_jax.onebit_adam(rate, AXIS, variance=_warmup(steps)),
     "paper": lambda rate, steps: onebit_jax.paper_1bit_adam(rate, AXIS, _warmup(steps)),
+    # Both frozen far too early, to see what onebit_jax.metrics says of it.
+    "frozen_early": lambda rate, steps: onebit_jax.onebit_adam(
+        rate, AXIS, variance=max(steps // 50, 1)
+    ),
+    "paper_early": lambda rate, steps: onebit_jax.paper_1bit_adam(rate, AXIS, max(steps // 50, 1)),
 }
 
 

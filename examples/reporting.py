@@ -63,7 +63,7 @@ class Report:
         if not self._console.is_terminal:
             line = f"{self._name}  {step}/{self._steps}  {self._status}"
             self._console.print(f"{line}  held-out loss {result['loss']:.3f}", soft_wrap=True)
-        self._write(step, {f"held-out {name}": value for name, value in result.items()})
+        self._write(step, {f"held-out_{name}": value for name, value in result.items()})
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         if self._writer is not None:
