@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from reporting import Report, summary_writer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from saving import Saved
 
@@ -50,6 +50,11 @@ OPTIMIZERS: dict[str, Callable[[Any, int], optax.GradientTransformation]] = {
     ),
     "frozen": lambda rate, steps: onebit_jax.onebit_adam(rate, AXIS, variance=_warmup(steps)),
     "paper": lambda rate, steps: onebit_jax.paper_1bit_adam(rate, AXIS, _warmup(steps)),
+    # Both frozen far too early, to see what onebit_jax.metrics says of it.
+    "frozen_early": lambda rate, steps: onebit_jax.onebit_adam(
+        rate, AXIS, variance=max(steps // 50, 1)
+    ),
+    "paper_early": lambda rate, steps: onebit_jax.paper_1bit_adam(rate, AXIS, max(steps // 50, 1)),
 }
 
 
@@ -89,6 +94,9 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), metavar="DIR",
                         help="where the plot goes (default: out)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--tensorboard", type=pathlib.Path, metavar="DIR",
+                        help="write losses and onebit_jax.metrics here, for TensorBoard, a "
+                        "folder for each optimizer")
     parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR",
                         help="save checkpoints here, a folder for each optimizer; with several "
                         "processes one that all of them see")
@@ -112,6 +120,8 @@ def start(args: argparse.Namespace) -> jax.sharding.Mesh:
         raise SystemExit("--steps, --workers and --checkpoint-every must be at least 1")
     if args.resume and args.checkpoint is None:
         raise SystemExit("--resume needs --checkpoint DIR, to know from where")
+    if args.tensorboard is not None:
+        summary_writer()
     if args.distributed:
         jax.distributed.initialize(
             args.coordinator, args.num_processes, args.process_id, heartbeat_timeout_seconds=20
@@ -170,27 +180,21 @@ def train(
     notes = {"curve": [], "seconds": 0.0, "result": {}, **notes}
     curve, seconds, result = notes["curve"], notes["seconds"], notes["result"]
     started = time.perf_counter()
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), TextColumn("{task.completed}/"
-               "{task.total}  {task.fields[status]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(
-            optimizer, total=args.steps, completed=first, status="compiling"
-        )
+    with Report(args, optimizer, first, console) as report:
         for step in range(first, args.steps):
             state, metrics = step_fn(state, _my_part(task.batch(args.seed, step)))
             if step == first:  # this step compiles; time starts after it
                 jax.block_until_ready(state)
                 started = time.perf_counter()
             last = step == args.steps - 1
-            if (step + 1) % 10 == 0 or last:
-                done = onebit_jax.metrics(state)
-                sent = f"{done['bytes_sent'] / 1e6:.1f} MB sent"
-                status = f"loss {float(metrics['loss']):.3f}  {done['stage']}  {sent}"
-                progress.update(bar, completed=step + 1, status=status)
-            if last or (step + 1) % max(args.steps // task.evaluations, 1) == 0:
+            evaluate = last or (step + 1) % max(args.steps // task.evaluations, 1) == 0
+            if (step + 1) % 10 == 0 or evaluate:
+                report.trained(step + 1, float(metrics["loss"]), onebit_jax.metrics(state))
+            if evaluate:
                 jax.block_until_ready(state)
                 seconds += time.perf_counter() - started
                 result = task.evaluate(*map(_local, (state[0], (*state, None)[2])))
+                report.evaluated(step + 1, result)
                 curve.append([step + 1, onebit_jax.bytes_sent(state), seconds, result["loss"]])
                 started = time.perf_counter()
             if (step + 1) % args.checkpoint_every == 0 or last:

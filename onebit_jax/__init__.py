@@ -12,6 +12,11 @@ from onebit_jax.feedback import (
     state_specs as state_specs,
 )
 from onebit_jax.packing import pack_signs as pack_signs, unpack_signs as unpack_signs
+from onebit_jax.progress import (
+    EarlyFreezeWarning as EarlyFreezeWarning,
+    bytes_sent as bytes_sent,
+    metrics as metrics,
+)
 from onebit_jax.quantize import SignQuantizer as SignQuantizer
 from onebit_jax.replicas import (
     assert_replicas_equal as assert_replicas_equal,
@@ -39,8 +44,6 @@ from onebit_jax.variance import (
 from onebit_jax.wire import (
     Collective as Collective,
     WireReport as WireReport,
-    bytes_sent as bytes_sent,
-    metrics as metrics,
     wire_report as wire_report,
 )
 from onebit_jax.workers import per_worker as per_worker

@@ -38,7 +38,7 @@ def compressed_allreduce(
     divisors: PyTree | None = None,
     limit: Any = None,
     held: PyTree | None = None,
-) -> tuple[PyTree, ErrorFeedback, jax.Array, jax.Array]:
+) -> tuple[PyTree, ErrorFeedback, jax.Array, jax.Array, list[jax.Array]]:
     """The 1-bit mean of each worker's values, with error feedback.
 
     Two payload collectives for the whole tree: an all_to_all that brings every
@@ -63,10 +63,11 @@ def compressed_allreduce(
 
     Returns:
       The means in float32, bit-identical on all workers; the new errors; and
-      two values that are the same on all workers: whether all was finite (if
-      not, the errors are the old ones and the means are ``held``, or not to be
-      used), and the share of blocks, of those that are not all zero, that were
-      cut to the limit, float32 ``()``.
+      what is the same on all workers: whether all was finite (if not, the errors
+      are the old ones and the means are ``held``, or not to be used); the share of
+      blocks, of those that are not all zero, that were cut to the limit, float32
+      ``()``; and a list of the squared norms of the means, in units of the divisors,
+      one for each leaf (without servers of what a worker sent, on average).
     """
     if not isinstance(quantizer, SignQuantizer):
         raise TypeError(f"quantizer must be a SignQuantizer, found {quantizer!r}")
@@ -87,10 +88,11 @@ def compressed_allreduce(
     groups: dict[frozenset, list[Leaf]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.varies, []).append(leaf)
-    finite, cut = jnp.bool_(True), jnp.float32(0)
+    finite, cut, squares = jnp.bool_(True), jnp.float32(0), []
     for group in groups.values():
-        group_finite, group_cut = _exchange(group, axis_name)
+        group_finite, group_cut, group_squares = _exchange(group, axis_name)
         finite, cut = finite & group_finite, jnp.maximum(cut, group_cut)
+        squares += group_squares
     finished = (leaf.finish(finite) for leaf in leaves)
     # An empty leaf has an empty mean and stays as it is.
     results = [
@@ -102,11 +104,13 @@ def compressed_allreduce(
     means, worker, server = (
         treedef.unflatten([result[i] for result in results]) for i in range(3)
     )
-    return means, ErrorFeedback(worker, server), finite, cut
+    return means, ErrorFeedback(worker, server), finite, cut, squares
 
 
-def _exchange(group: list[Leaf], axis_name: str | None) -> tuple[jax.Array, jax.Array]:
-    """Both phases for leaves that share a buffer; whether all was finite, and what was cut."""
+def _exchange(
+    group: list[Leaf], axis_name: str | None
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Both phases for leaves that share a buffer; if all was finite, what was cut, squares."""
     sent = [leaf.encode() for leaf in group]
     if workers.is_direct(workers.bound_axis_size(axis_name)):
         gathered = _gather_rows(sent, axis_name)
@@ -119,7 +123,8 @@ def _exchange(group: list[Leaf], axis_name: str | None) -> tuple[jax.Array, jax.
     # scales: no further collective is needed to agree.
     finite = workers.all_agree([jnp.all(jnp.isfinite(got.scales)) for got in gathered])
     limit = group[0].limit
-    return finite, jnp.float32(0) if limit is None else _share_of_blocks(reached, limit)
+    cut = jnp.float32(0) if limit is None else _share_of_blocks(reached, limit)
+    return finite, cut, [leaf.square(got) for leaf, got in zip(group, gathered, strict=True)]
 
 
 def _share_of_blocks(scales: list[jax.Array], limit: Any) -> jax.Array:

@@ -127,6 +127,12 @@ class Leaf:
         self.sources = [(self._per_tile(got.words), self._per_tile(self._magnitudes(got)))]
         return got.scales
 
+    def square(self, got: Encoded) -> jax.Array:
+        """Squared norm of the mean; without servers, of what a worker sent, on average."""
+        counts = self._counts() if self.quantizer.block_size else self.entries[:, None]
+        total = jnp.sum(jnp.square(got.scales) * jnp.asarray(counts, jnp.float32))
+        return total / self.w if workers.is_direct(self.w) else total
+
     def finish(self, finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The mean and the new errors, or what was before if not all was finite."""
 

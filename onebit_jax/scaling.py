@@ -41,6 +41,8 @@ class ScaleByOnebitAdamState(NamedTuple):
       nu_spans: float32 ``(ceil(n / 512),)`` for each leaf of ``n`` entries, means
         of ``nu`` over 512 entries in a row, to which its floor is relative.
       nu_count: int32 ``()``, steps of decay that ``nu`` has had.
+      nu_age: int32 ``()``, steps since ``nu`` was last updated.
+      nu_weight: float32 ``()``, sum of the weights of gradients in ``nu``, up to 1.
       errors: worker and server errors, one per worker.
       variance: state of the variance policy.
       cut: bool ``()``, whether the last round's updates were cut in many blocks.
@@ -52,6 +54,8 @@ class ScaleByOnebitAdamState(NamedTuple):
     nu: optax.Updates
     nu_spans: optax.Updates
     nu_count: jax.Array
+    nu_age: jax.Array
+    nu_weight: jax.Array
     errors: ErrorFeedback
     variance: Any
     cut: jax.Array
@@ -145,6 +149,8 @@ def scale_by_onebit_adam(
             nu=optax.tree.zeros_like(params, dtype=jnp.float32),
             nu_spans=jax.tree.map(init_spans, params),
             nu_count=jnp.zeros((), jnp.int32),
+            nu_age=jnp.zeros((), jnp.int32),
+            nu_weight=jnp.zeros((), jnp.float32),
             errors=feedback.init_errors(params, axis_name, error_dtype),
             variance=policy.init(b2),
             cut=jnp.zeros((), jnp.bool_),
@@ -217,7 +223,7 @@ def scale_by_onebit_adam(
                 )
                 # On the momentum, so that the corrected one stays below the limit.
                 limit = UPDATE_LIMIT * mu_correction(state.count + 1)
-            mu, errors, finite, cut = allreduce.compressed_allreduce(
+            mu, errors, finite, cut, _ = allreduce.compressed_allreduce(
                 values, moments.errors, axis_name, quantizer, divisors, limit, moments.mu
             )
             return moments._replace(mu=mu, errors=errors, finite=finite, cut=cut)
@@ -258,6 +264,8 @@ def scale_by_onebit_adam(
             nu=moments.nu,
             nu_spans=moments.nu_spans,
             nu_count=moments.nu_count,
+            nu_age=jnp.where(finite, jnp.where(exact, 0, state.nu_age + 1), state.nu_age),
+            nu_weight=policies.bias_correction(b2, moments.nu_count),
             errors=moments.errors,
             variance=optax.tree.where(finite, variance_state, state.variance),
             cut=jnp.where(finite, moments.cut > CUT_SHARE, state.cut),

@@ -85,10 +85,13 @@ class CompressedMeanState(NamedTuple):
 
     Attributes:
       errors: worker and server errors.
+      norm: float32 ``()``, of the last mean; for two workers, root mean square of the
+        norms of what each has sent.
       rounds: counts of rounds and bytes.
     """
 
     errors: ErrorFeedback
+    norm: jax.Array
     rounds: Rounds
 
 
@@ -133,7 +136,9 @@ def compressed_mean(
 
     def init(params: Any) -> CompressedMeanState:
         return CompressedMeanState(
-            feedback.init_errors(params, axis_name, error_dtype), init_rounds(axis_name)
+            feedback.init_errors(params, axis_name, error_dtype),
+            jnp.zeros((), jnp.float32),
+            init_rounds(axis_name),
         )
 
     def update(
@@ -143,13 +148,15 @@ def compressed_mean(
         wrappers.refuse_wrappers(updates, axis_name)
         workers.check_updates(updates, axis_name)
         workers.check_tree(updates, state.errors.worker_error, "compressed_mean")
-        mean, errors, finite, _ = allreduce.compressed_allreduce(
+        mean, errors, finite, _, squares = allreduce.compressed_allreduce(
             updates, state.errors, axis_name, quantizer
         )
         w = workers.bound_axis_size(axis_name)
         n_bytes = allreduce.onebit_round_bytes(updates, w, quantizer)
         rounds = count_round(state.rounds, False, finite, (0, n_bytes))
-        return zero_unless(finite, mean, updates), CompressedMeanState(errors, rounds)
+        norm = jnp.sqrt(workers.sum_over_shards(squares, axis_name))
+        new_state = CompressedMeanState(errors, jnp.where(finite, norm, state.norm), rounds)
+        return zero_unless(finite, mean, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -18,7 +18,7 @@ def rounds_on_workers(mode, w, values, quantizer, divisors=None, error_dtype=Non
         errors = feedback.init_errors(jax.tree.map(lambda x: x[0], rows), AXIS, error_dtype)
 
         def one(errors, local):
-            means, errors, finite, _ = allreduce.compressed_allreduce(
+            means, errors, finite, *_ = allreduce.compressed_allreduce(
                 local, errors, AXIS, quantizer, divisors
             )
             return errors, (means, errors, finite)
@@ -206,7 +206,7 @@ def test_what_is_above_the_limit_is_cut_and_told_to_all(mode, w):
 
     def worker(rows):
         def one(errors, local):
-            means, errors, _, cut = allreduce.compressed_allreduce(
+            means, errors, _, cut, _ = allreduce.compressed_allreduce(
                 local, errors, AXIS, onebit_jax.SignQuantizer(), divisor, limit
             )
             return errors, (means, errors.server_error, cut)

@@ -28,6 +28,12 @@ def two_equal_one(tmp_path, devices):
     for name in ("w", "b", "losses", "sent", "rounds"):
         np.testing.assert_array_equal(first[name], second[name])
         np.testing.assert_allclose(first[name], alone[name], rtol=1e-5, atol=1e-6)
+    # Each process sees its own workers' errors, one sees them all.
+    each = [first["errors"], second["errors"]]
+    assert each[0][0] != each[1][0]
+    np.testing.assert_allclose(
+        np.sqrt(np.mean(np.square(each), axis=0)), alone["errors"], rtol=1e-3
+    )
     return first
 
 

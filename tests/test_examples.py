@@ -1,6 +1,8 @@
 import gzip
+import io
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import sys
 import numpy as np
 import processes
 import pytest
+import rich.console
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -98,6 +101,67 @@ def test_checkpoints_are_not_overwritten_by_a_new_run(tmp_path):
         saving.Saved(parse(["--checkpoint", str(tmp_path)]), "frozen")
     with pytest.raises(SystemExit, match="--resume needs --checkpoint DIR"):
         comparison.start(parse(["--resume"]))
+
+
+DONE = {"stage": "1-bit", "exact_rounds": 100, "onebit_rounds": 20, "skipped_rounds": 0,
+        "bytes_sent": 12_345_678, "worker_error": 0.954, "server_error": 0.65, "variance_age": 3}
+
+
+def report(console, *args):
+    import comparison
+    import reporting
+
+    args = comparison.arguments("", steps=200).parse_args(args)
+    with reporting.Report(args, "onebit_adam", 0, console) as shown:
+        shown.trained(120, 2.5, DONE)
+        shown.evaluated(120, {"loss": 2.75})
+
+
+def test_a_log_has_a_line_for_each_evaluation():
+    file = io.StringIO()
+    report(rich.console.Console(file=file, width=40))
+    assert file.getvalue() == (
+        "onebit_adam  120/200  loss 2.500  1-bit  12.3 MB sent  error 0.95 / 0.65  age 3  "
+        "held-out loss 2.750\n"
+    )
+
+
+@pytest.mark.parametrize(("width", "whole"), [(40, False), (100, True)])
+def test_a_narrow_terminal_has_one_line_for_a_run(width, whole):
+    file = io.StringIO()
+    report(rich.console.Console(file=file, width=width, force_terminal=True, no_color=True))
+    lines = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "\n", file.getvalue()).split("\n")
+    shown = [line.rstrip() for line in lines if "120/200" in line]
+    assert shown
+    assert all(len(line) <= width for line in shown)
+    assert not [line for line in lines if line.strip() and "/200" not in line]
+    assert ("error 0.95 / 0.65  age 3" in shown[-1]) == whole
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    report(rich.console.Console(quiet=True), "--tensorboard", str(tmp_path))
+    (path,) = (tmp_path / "onebit_adam").iterdir()
+    content, found = path.read_bytes(), {}
+    while content:  # a record: its length, a checksum of that, itself, its checksum
+        length = int.from_bytes(content[:8], "little")
+        event = Event.FromString(content[12 : 12 + length])
+        found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
+        content = content[16 + length :]
+    expected = {"loss": 2.5, "held-out_loss": 2.75, **DONE}
+    del expected["stage"]
+    assert found == {tag: (120, pytest.approx(value)) for tag, value in expected.items()}
+
+
+def test_without_tensorboardx_it_says_what_to_install(monkeypatch):
+    import comparison
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    args = comparison.arguments("", steps=2).parse_args(["--tensorboard", "there"])
+    with pytest.raises(SystemExit, match=r"needs the package tensorboardX: pip install"):
+        comparison.start(args)
 
 
 def test_workers_must_divide_the_batch():

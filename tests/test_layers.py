@@ -15,8 +15,9 @@ PACKAGE = pathlib.Path(onebit_jax.__file__).parent
 #: From the bottom up. A module imports only what stands before it; the command
 #: line, a package of its own, is on top, and its modules may import one another.
 ORDER = ["packing", "quantize", "workers", "feedback", "tiles", "wrappers", "variance", "leaves",
-         "allreduce", "sync", "replicas", "watch", "scaling", "adam", "deepspeed_options",
-         "deepspeed", "hlo", "wire", "training", "checkpoints", "__init__", "cli", "__main__"]
+         "allreduce", "sync", "replicas", "watch", "scaling", "adam", "progress",
+         "deepspeed_options", "deepspeed", "hlo", "wire", "training", "checkpoints", "__init__",
+         "cli", "__main__"]
 
 
 def imports(path):

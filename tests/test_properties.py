@@ -68,7 +68,7 @@ def mean_program(spec):
             return new, (means, new.errors, new.rounds.skipped == state.rounds.skipped)
 
         def divided(errors, local):
-            means, errors, finite, _ = allreduce.compressed_allreduce(
+            means, errors, finite, *_ = allreduce.compressed_allreduce(
                 local, errors, AXIS, spec.quantizer, divisor
             )
             return errors, (means, errors, finite)

@@ -45,11 +45,16 @@ def main(coordinator, count, rank, out):
         state, metrics = step(step.place(state), (part, y[mine]))
         losses.append(float(metrics["loss"]))
     params, opt_state = state
+    if jax.process_index() == 0:
+        onebit_jax.metrics(opt_state)  # in one process alone
+    done = onebit_jax.metrics(opt_state)
+    errors = (done["worker_error"], done["server_error"] or 0.0)
     np.savez(
         out,
         losses=losses,
         sent=onebit_jax.bytes_sent(opt_state),
-        rounds=[v for k, v in onebit_jax.metrics(opt_state).items() if k.endswith("_rounds")],
+        rounds=[v for k, v in done.items() if k.endswith("_rounds")],
+        errors=errors,
         **{k: v.addressable_shards[0].data for k, v in params.items()},
     )
 
