@@ -2,9 +2,12 @@
 
 import pathlib
 import re
+import types
 
 import jax
 import pytest
+
+import onebit_jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,3 +30,18 @@ def test_python_blocks_run(page):
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_everything_public_is_on_the_page_of_the_api():
+    public = {
+        name for name, value in vars(onebit_jax).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert public == set(re.findall(r"^::: onebit_jax\.(\w+)$", page, re.MULTILINE))
+
+
+def test_every_page_is_in_the_navigation():
+    settings = (ROOT / "mkdocs.yml").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages == set(re.findall(r"\w+\.md", settings))
