@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow soak lint types clean
+.PHONY: demo test test-slow soak lint types docs pictures clean
 
 demo: $(VENV)/installed  ## Adam and 1-bit Adam on a language model
 	$(BIN)/python examples/lm.py
@@ -22,11 +22,21 @@ lint: $(VENV)/installed
 types: $(VENV)/installed
 	$(BIN)/mypy
 
+docs: $(VENV)/docs  ## the site, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+pictures: $(VENV)/installed  ## those of docs/, computed and drawn anew
+	$(BIN)/python docs/pictures.py
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
 
 $(VENV)/installed: pyproject.toml
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onebit_jax needs Python 3.11 or newer")'
 	python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@

@@ -2,9 +2,14 @@
 
 import pathlib
 import re
+import shlex
+import types
 
 import jax
 import pytest
+
+import onebit_jax
+from onebit_jax import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,3 +32,29 @@ def test_python_blocks_run(page):
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_everything_public_is_on_the_page_of_the_api():
+    public = {
+        name for name, value in vars(onebit_jax).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert public == set(re.findall(r"^::: onebit_jax\.(\w+)$", page, re.MULTILINE))
+
+
+def test_every_page_is_in_the_navigation():
+    settings = (ROOT / "mkdocs.yml").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages == set(re.findall(r"\w+\.md", settings))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_predictions_are_what_the_command_prints(page, capsys):
+    pattern = r"```\n\$ python -m onebit_jax (plan .*)\n(.*?)```"
+    shown = re.findall(pattern, page.read_text(), re.DOTALL)
+    assert shown or page.name != "choosing.md"
+    for command, wanted in shown:
+        assert cli.main(shlex.split(command)) == 0
+        lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert [line for line in lines if line] == wanted.splitlines()
