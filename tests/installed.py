@@ -33,7 +33,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 mesh = jax.make_mesh((2,), ("data",))
 x = jax.random.normal(jax.random.key(0), (64, 8))
 batch = (x, x @ jnp.arange(8.0))
-tx = onebit_jax.onebit_adam(0.3, "data", variance=onebit_jax.refresh(exact_steps=5))
+tx = onebit_jax.onebit_adam(0.3, "data", variance=5)
 with jax.set_mesh(mesh):
     state = (jnp.zeros(8), tx.init(jnp.zeros(8)))
 step = onebit_jax.make_train_step(
@@ -82,7 +82,8 @@ def check_installed(archive, place):
     python = [place / "venv/bin/python", "-I"]
     subprocess.run([*python, "-m", "pip", "install", "--quiet", archive.resolve()], check=True)
     subprocess.run([*python, "-m", "onebit_jax", "--version"], check=True, cwd=place)
-    subprocess.run([*python, "-c", TRAINING], check=True, cwd=place)
+    (place / "training.py").write_text(TRAINING)
+    subprocess.run([*python, "training.py"], check=True, cwd=place)
     plan = ["plan", "--params", "1e6", "--workers", "2", "--bandwidth", "1gbit",
             "--compute-ms", "1"]
     ended = subprocess.run(
