@@ -65,7 +65,7 @@ def test_100_million_parameters(w, tx, state, most):
     held, temporaries = bytes_per_parameter(tx, [(100_000_000,)], w)
     print(f"{held:.3f} bytes of state, {temporaries:.2f} of temporaries per parameter")
     assert held <= state + 1e-4
-    assert temporaries <= most
+    assert temporaries <= most + 1e-4
 
 
 @pytest.mark.slow

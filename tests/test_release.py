@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import tomllib
 
 import pytest
 
@@ -22,6 +23,16 @@ def test_changelog_and_citation_are_of_this_version():
     latest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert latest[1] == onebit_jax.__version__
     assert f"\nversion: {onebit_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_readme_and_changelog_know_the_lowest_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = [f"Python {project['requires-python'].removeprefix('>=')}"]
+    lowest += [requirement.replace(">=", " ") for requirement in project["dependencies"]]
+    for page in ("README.md", "CHANGELOG.md"):
+        text = (ROOT / page).read_text()
+        for version in lowest:
+            assert re.search(rf"{re.escape(version)}\b(?!\.\d)", text), (page, version)
 
 
 def test_the_package_is_typed():
