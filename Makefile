@@ -22,7 +22,8 @@ soak: $(VENV)/installed  ## faults of every kind, against a run without
 
 study: $(VENV)/installed  ## hours, as root: time to the same loss on slow links, and what breaks
 	$(BIN)/python examples/study.py $(if $(DATA),--data $(DATA))
-	$(BIN)/python examples/ngram_lm.py --steps 10000 $(patsubst %,--optimizer %,adam onebit_adam bf16_exact)
+	$(BIN)/python examples/ngram_lm.py --steps 10000 \
+		--optimizer adam --optimizer onebit_adam --optimizer bf16_exact
 	$(BIN)/python examples/hazards.py
 
 study-small: $(VENV)/installed  ## the same in minutes

@@ -60,11 +60,11 @@ def measure(part: Part, rate: str, optimizer: str, args: argparse.Namespace) -> 
             cores = sorted(os.sched_getaffinity(0))[:WORKERS]
             command += ["--share", WORKERS]
             starts = [
-                start(command, 1, "none", file.with_suffix(f".{i}"), cores[i % len(cores)])
+                start(command, 1, "none", file.with_suffix(f".{i}.raw"), cores[i % len(cores)])
                 for i in range(WORKERS)
             ]
         else:
-            starts = [start(command, WORKERS, rate, file.with_suffix(".0"))]
+            starts = [start(command, WORKERS, rate, file.with_suffix(".raw"))]
         runs = [result(*each) for each in starts]
         slowest = max(runs, key=lambda run: run["seconds"])
         file.write_text(json.dumps({"load_average": load, **slowest}, indent=1) + "\n")

@@ -186,6 +186,38 @@ def test_results_table_means_over_seeds(tmp_path):
     assert "| onebit_adam | mean | 1.5000 | 10 | 0 | 1 | 8.0x |" in output
 
 
+def test_study_tells_time_to_the_same_loss(tmp_path):
+    import study
+
+    # (step, bytes, seconds, loss): the target 1.01 lies halfway between two evaluations.
+    adam = {"curve": [[1, 0, 10.0, 3.0], [2, 0, 20.0, 1.02], [3, 0, 40.0, 1.0]],
+            "eval_loss": 1.0, "seconds": 40.0, "bytes_sent": 2_000_000_000}
+    quick = {**adam, "curve": [[1, 0, 4.0, 1.0]], "seconds": 5.0, "bytes_sent": 125_000_000}
+    worse = {**adam, "curve": [[1, 0, 4.0, 3.0], [2, 0, 9.0, 2.0]], "eval_loss": 2.0}
+    assert study.seconds_to(adam["curve"], 1.01) == pytest.approx(30.0)
+    runs = {"adam": adam, "quick": quick, "worse": worse}
+    alone = {name: {"seconds": 2.0} for name in runs}
+    _, _, *rows = study.table("1gbit", runs, alone)
+    assert rows[0][3:] == ["1/1.0", "30", "1.0x", "40", "2", "16", "22"]
+    assert rows[1] == ["quick", "1.0000", "+0.00%", "1/16.0", "4", "7.5x", "5", "2", "1", "2"]
+    assert rows[2][2:6] == ["+100.00%", "1/1.0", "never", ""]
+    study.draw(runs, tmp_path / "plot.svg", "a title")
+    assert (tmp_path / "plot.svg").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_study_and_hazards_run_in_small(tmp_path, monkeypatch):
+    import study
+
+    monkeypatch.setattr(study, "FULL", (study.Part("ngram_lm", 40, ("none",), study.OPTIMIZERS),))
+    monkeypatch.setattr(study.rates, "bits_per_second", lambda rate: 1e9)
+    monkeypatch.setattr(sys, "argv", ["study.py", "--optimizer", "paper", "--out", str(tmp_path)])
+    study.main()
+    assert len(list(tmp_path.glob("ngram_lm-40-*.json"))) == 4  # two optimizers, alone and not
+    output = run("hazards.py", "--steps", 2)
+    assert output.count("| adam |") == 4
+
+
 def test_by_hand_is_short_and_trains():
     text = (EXAMPLES / "shard_map_by_hand.py").read_text()
     assert len(text.splitlines()) < 60

@@ -54,6 +54,19 @@ def test_in_the_warm_up_it_is_adam_on_the_whole_batch(w, axis_type):
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_what_a_step_returns_is_in_place_for_the_next(axis_type):
+    params = {**fresh(), "scalar": jnp.zeros(())}
+    tx = onebit_jax.onebit_adam(0.05, AXIS, variance=2)
+    step = onebit_jax.make_train_step(loss_fn, tx, mesh(4, axis_type))
+    with jax.set_mesh(mesh(4, axis_type)):
+        state = (params, tx.init(params))
+    state = step.place(state)
+    assert step.place(state) is state
+    state, _ = step(state, (X, Y))
+    assert step.place(state) is state
+
+
 def test_trains_and_tells_what_it_did():
     state, losses = train(onebit_jax.onebit_adam(0.05, AXIS, variance=10), 4, steps=200)
     assert losses[-1] < 0.01 * losses[0]

@@ -39,6 +39,17 @@ def test_the_default_is_exact_in_a_tenth_of_2000_steps():
     assert 140 <= exact.sum() <= 160
 
 
+@pytest.mark.parametrize(("steps", "wire", "share"), [
+    (2_000, None, 8), (10_000, "bfloat16", 20), (100_000, None, 20), (100_000, "bfloat16", 20),
+])
+def test_a_run_of_the_default_sends_at_most_a_share_of_float32(steps, wire, share):
+    exact, _ = decisions(onebit_jax.refresh(), steps)
+    bytes_each = 2 if wire else 4
+    # In exact rounds so many bytes an entry; in others a bit, and a scale for each 512.
+    sent = exact.sum() * bytes_each + (steps - exact.sum()) * (1 / 8 + 4 / 512)
+    assert sent <= steps * 4 / share
+
+
 def test_doubling_refresh_doubles_its_gap_every_k():
     exact, _ = decisions(onebit_jax.refresh(every=4, exact_steps=1, grid="doubling"), 200)
     gaps = np.diff(np.flatnonzero(exact))
