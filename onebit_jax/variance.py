@@ -163,15 +163,22 @@ def freeze_when_stable(
     return VariancePolicy(init, update)
 
 
+#: Largest weight of one refresh in the second moment. A single gradient is noise: at
+#: ``b2 ** gap`` alone, refreshes of a long run would each replace all that came before.
+LARGEST_WEIGHT = 1 / 8
+
+
 class RefreshState(NamedTuple):
     """State of :func:`refresh`.
 
     Attributes:
+      longest: int32 ``()``, steps of decay that a refresh gives at most.
       origin: int32 ``()``, the step from which the grid of refreshes counts.
       last: int32 ``()``, the step of the last exact round.
       refreshes: int32 ``()``, exact rounds since the warm-up or the origin.
     """
 
+    longest: jax.Array
     origin: jax.Array
     last: jax.Array
     refreshes: jax.Array
@@ -190,7 +197,7 @@ def refresh(
     ``every`` refreshes (0/1 Adam's T_v, Lu et al. 2023, arXiv 2202.06009). Either
     way a run of T steps has ``O(every * log T)`` exact rounds. A refresh
     after a gap of ``d`` steps decays the second moment by ``b2 ** d``, as if
-    the steps between had seen the same gradient.
+    the steps between had seen the same gradient, but by no less than 7/8.
 
     When many updates had to be cut because the second moment is far too small,
     as when gradients grow suddenly, the grid starts anew at that step: the next
@@ -240,10 +247,13 @@ def refresh(
             exact &= step < until
         last = jnp.where(exact, step, state.last)
         refreshes = refreshes + (exact & ~warming).astype(jnp.int32)
-        return Decision(exact, gap), RefreshState(origin, last, refreshes)
+        decays = jnp.minimum(gap, state.longest)
+        return Decision(exact, decays), RefreshState(state.longest, origin, last, refreshes)
 
     def init(b2: Any) -> RefreshState:
-        return RefreshState(jnp.int32(0), jnp.int32(-1), jnp.int32(0))
+        longest = jnp.log1p(-LARGEST_WEIGHT) / jnp.log(jnp.asarray(b2, jnp.float32))
+        longest = jnp.maximum(longest, 1).astype(jnp.int32)
+        return RefreshState(longest, jnp.int32(0), jnp.int32(-1), jnp.int32(0))
 
     return VariancePolicy(init, update)
 
