@@ -37,7 +37,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 docs: $(VENV)/docs  ## the site, in site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pictures: $(VENV)/installed  ## those of docs/, computed and drawn anew
 	$(BIN)/python docs/pictures.py
