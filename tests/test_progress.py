@@ -107,8 +107,7 @@ def test_a_skipped_round_changes_neither():
 
 def test_none_where_there_is_none():
     for tx, age in ((onebit_jax.onebit_adam(0.1, None), 0), (onebit_jax.exact_mean(None), None)):
-        state = tx.init(jnp.ones(3))
-        _, state = tx.update(jnp.ones(3), state)
+        _, state = jax.jit(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)))
         done = onebit_jax.metrics(state)
         assert (done["worker_error"], done["server_error"]) == (None, None)
         assert done["variance_age"] == age
