@@ -107,12 +107,14 @@ def main(args):
                     die_once(args.folder, done)
     onebit_jax.assert_replicas_equal(state)
     params = {k: v.addressable_shards[0].data for k, v in state[0].items()}
+    done = onebit_jax.metrics(state)
+    del done["worker_error"], done["server_error"]  # of this process's workers alone
     result = {
         "first": first,
         "workers": jax.device_count(),
         "loss": float(loss_fn(params, (X, Y))),
         "params": {k: np.asarray(v).tolist() for k, v in params.items()},
-        **onebit_jax.metrics(state),
+        **done,
     }
     (args.folder / f"rank-{rank}.json").write_text(json.dumps(result))
 

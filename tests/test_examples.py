@@ -190,10 +190,10 @@ def test_study_tells_time_to_the_same_loss(tmp_path):
     import study
 
     # (step, bytes, seconds, loss): the target 1.01 lies halfway between two evaluations.
-    adam = {"curve": [[1, 0, 10.0, 3.0], [2, 0, 20.0, 1.02], [3, 0, 40.0, 1.0]],
+    adam = {"curve": [[1, 5, 10.0, 3.0], [2, 6, 20.0, 1.02], [3, 7, 40.0, 1.0]],
             "eval_loss": 1.0, "seconds": 40.0, "bytes_sent": 2_000_000_000}
-    quick = {**adam, "curve": [[1, 0, 4.0, 1.0]], "seconds": 5.0, "bytes_sent": 125_000_000}
-    worse = {**adam, "curve": [[1, 0, 4.0, 3.0], [2, 0, 9.0, 2.0]], "eval_loss": 2.0}
+    quick = {**adam, "curve": [[1, 5, 4.0, 1.0]], "seconds": 5.0, "bytes_sent": 125_000_000}
+    worse = {**adam, "curve": [[1, 5, 4.0, 3.0], [2, 6, 9.0, 2.0]], "eval_loss": 2.0}
     assert study.seconds_to(adam["curve"], 1.01) == pytest.approx(30.0)
     runs = {"adam": adam, "quick": quick, "worse": worse}
     alone = {name: {"seconds": 2.0} for name in runs}
