@@ -120,9 +120,10 @@ def report(console, *args):
 def test_a_log_has_a_line_for_each_evaluation():
     file = io.StringIO()
     report(rich.console.Console(file=file, width=40))
-    assert file.getvalue() == (
+    # Rich before 15 ends a progress that is not shown with an empty line.
+    assert file.getvalue().rstrip("\n") == (
         "onebit_adam  120/200  loss 2.500  1-bit  12.3 MB sent  error 0.95 / 0.65  age 3  "
-        "held-out loss 2.750\n"
+        "held-out loss 2.750"
     )
 
 
