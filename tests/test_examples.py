@@ -52,9 +52,9 @@ def test_language_model(tmp_path):
 
 
 def test_cnn_on_digits_by_default_and_both_optimizers(tmp_path):
-    run("cnn.py", "--steps", 1, "--workers", 2, "--out", tmp_path, "--json", tmp_path / "r.json")
+    run("cnn.py", "--steps", 2, "--workers", 2, "--out", tmp_path, "--json", tmp_path / "r.json")
     data = json.loads((tmp_path / "r.json").read_text())
-    check(data, ["adam", "onebit_adam"], 1, 2, accuracy=True)
+    check(data, ["adam", "onebit_adam"], 2, 2, accuracy=True)
     # Still exact: the same numbers but for rounding.
     assert abs(data["runs"][0]["eval_loss"] - data["runs"][1]["eval_loss"]) < 1e-2
 
@@ -140,7 +140,6 @@ def test_a_narrow_terminal_has_one_line_for_a_run(width, whole):
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
     report(rich.console.Console(quiet=True), "--tensorboard", str(tmp_path))

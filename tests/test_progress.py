@@ -17,11 +17,6 @@ from onebit_jax.variance import Decision, VariancePolicy
 SHAPES = {"w": (20, 40), "b": (7,), "none": (0, 3)}
 
 
-@pytest.fixture(autouse=True)
-def _new_run(monkeypatch):
-    monkeypatch.setattr(progress, "_warned_after", np.inf)
-
-
 def gradients(w, seed, scale=1.0):
     rng = np.random.default_rng(seed)
     draw = lambda s: (scale * (1 + rng.normal(size=(w, *s)))).astype(np.float32)
