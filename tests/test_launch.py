@@ -130,7 +130,8 @@ if rank: sys.exit(3)
 #: Says which start this is and on which port; rank 1 ends as argument ``[start]`` says.
 STARTS = RANK + f"""
 start = int(os.environ["ONEBIT_RESTARTS"])
-print(start, os.environ["JAX_COORDINATOR_ADDRESS"], flush=True)
+# In one write, as this process may be ended between two.
+print(f"{{start}} {{os.environ['JAX_COORDINATOR_ADDRESS']}}", flush=True)
 how = sys.argv[1:][start]
 if rank == 1 and how == "kill":
     os.kill(os.getpid(), 9)
