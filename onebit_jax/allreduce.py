@@ -147,7 +147,7 @@ def exact_allreduce(
       axis_name: bound mesh axis, or None for one worker.
       wire_dtype: None for a float32 all-reduce, or ``bfloat16`` / ``float16``
         for two bytes per entry on the wire: what is sent is rounded, the sum
-        is in float32 and its mean is rounded once more.
+        is in float32, and among more than two workers its mean is rounded once more.
       largest: magnitude above which a mean counts as not finite.
 
     Returns:
@@ -195,7 +195,9 @@ def exact_round_bytes(params: PyTree, w: int, wire_dtype: Any = None) -> int:
     sizes = [math.prod(jnp.shape(p)) for p in jax.tree.leaves(params)]
     if wire_dtype is None:
         return 2 * (w - 1) * sum(sizes) * 4 // w
-    return 2 * (w - 1) * sum(-(-n // w) for n in sizes) * jnp.dtype(wire_dtype).itemsize
+    phases, rows = (1, 1) if workers.is_direct(w) else (2, w)
+    entries = phases * (w - 1) * sum(-(-n // rows) for n in sizes)
+    return entries * jnp.dtype(wire_dtype).itemsize
 
 
 def _exchange_rows(sent: list[Encoded], axis_name: str | None) -> list[Encoded]:
@@ -298,21 +300,25 @@ def _half_precision_mean(
 ) -> list[jax.Array]:
     """Reduce-scatter and all-gather with two bytes per entry on the wire.
 
-    Bitcast to integers, because XLA widens a bfloat16 collective to float32
-    on the CPU, and an all-reduce in it would also add in bfloat16.
+    One or two workers send each other everything: as many bytes in one phase. Bitcast
+    to integers, because XLA widens a bfloat16 collective to float32 on the CPU, and an
+    all-reduce in it would also add in bfloat16.
     """
-    lengths = [-(-x.size // w) for x in leaves]
+    direct = workers.is_direct(w)
+    rows = 1 if direct else w
+    lengths = [-(-x.size // rows) for x in leaves]
     chunks = jnp.concatenate(
-        [to_rows(x.astype(wire), w, n) for x, n in zip(leaves, lengths, strict=True)], axis=1
+        [to_rows(x.astype(wire), rows, n) for x, n in zip(leaves, lengths, strict=True)], axis=1
     )
     if chunks.size == 0:
         return leaves
-    bits = lax.bitcast_convert_type(chunks, jnp.uint16)
-    parts = lax.bitcast_convert_type(swap_payload(bits, axis_name), wire).astype(jnp.float32)
-    mean = sum((parts[i] for i in range(1, w)), start=parts[0]) / w
-    bits = lax.bitcast_convert_type(mean.astype(wire), jnp.uint16)
-    bits = gather_payload(bits[None], axis_name)
-    means = lax.bitcast_convert_type(bits, wire).astype(jnp.float32)
+    to_bits = lambda x: lax.bitcast_convert_type(x.astype(wire), jnp.uint16)
+    from_bits = lambda bits: lax.bitcast_convert_type(bits, wire).astype(jnp.float32)
+    exchange = gather_payload if direct else swap_payload
+    parts = from_bits(exchange(to_bits(chunks), axis_name))
+    means = sum((parts[i] for i in range(1, w)), start=parts[0])[None] / w
+    if not direct:
+        means = from_bits(gather_payload(to_bits(means), axis_name))
     result, start = [], 0
     for x, n in zip(leaves, lengths, strict=True):
         flat = means[:, start : start + n].reshape(-1)[: x.size]

@@ -132,18 +132,19 @@ def test_the_exact_round_is_one_all_reduce():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_two_bytes_on_the_wire(dtype):
+@pytest.mark.parametrize(("w", "phases"), [(2, ["all-gather"]), (4, ["all-gather", "all-to-all"])])
+def test_half_precision_is_two_bytes_on_the_wire(w, phases, dtype):
     def step(g):
         return allreduce.exact_allreduce(g[0], AXIS, dtype)[0]
 
-    mapped = jax.shard_map(step, mesh=mesh(4), in_specs=P(AXIS), out_specs=P())
-    compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((4, 100_000), jnp.float32)).compile()
+    mapped = jax.shard_map(step, mesh=mesh(w), in_specs=P(AXIS), out_specs=P())
+    compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((w, 100_001), jnp.float32)).compile()
     found = collectives(compiled)
-    assert sorted(op for op, _, _ in found) == ["all-gather", "all-to-all"]
+    assert sorted(op for op, _, _ in found) == phases
     assert all(types == {"u16"} for _, types, _ in found)
-    sent = sum(size for _, _, size in found) * 3 // 4
-    assert sent == allreduce.exact_round_bytes(np.zeros(100_000), 4, dtype)
-    assert sent < 0.51 * allreduce.exact_round_bytes(np.zeros(100_000), 4)
+    sent = sum(size for _, _, size in found) * (w - 1) // w
+    assert sent == allreduce.exact_round_bytes(np.zeros(100_001), w, dtype)
+    assert sent < 0.51 * allreduce.exact_round_bytes(np.zeros(100_001), w)
 
 
 def test_model_parallel_shards_exchange_over_the_data_axis_only():
