@@ -61,8 +61,13 @@ def text() -> tuple[np.ndarray, np.ndarray]:
     return train, held
 
 
-def make_task(model: Transformer, sequences: int, peak_rate: float) -> comparison.Task:
-    """Predict each next byte, from so many sequences per step over all workers."""
+def make_task(
+    model: Transformer, sequences: int, peak_rate: float, held_out: int = 256
+) -> comparison.Task:
+    """Predict each next byte, from so many sequences per step over all workers.
+
+    The held-out loss is that of ``held_out`` sequences, a multiple of 64.
+    """
     train, held = text()
 
     def windows(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -84,8 +89,8 @@ def make_task(model: Transformer, sequences: int, peak_rate: float) -> compariso
     held_loss = jax.jit(loss_fn)
 
     def evaluate(params: dict, model_state: None) -> dict[str, float]:
-        starts = np.linspace(0, len(held) - model.context - 2, 256).astype(int)
-        parts = windows(held, starts).reshape(4, 64, model.context + 1)
+        starts = np.linspace(0, len(held) - model.context - 2, held_out).astype(int)
+        parts = windows(held, starts).reshape(-1, 64, model.context + 1)
         return {"loss": float(np.mean([held_loss(params, part) for part in parts]))}
 
     return comparison.Task(init, loss_fn, None, batch, evaluate, peak_rate)

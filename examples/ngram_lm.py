@@ -16,6 +16,7 @@ import lm
 BATCH = 8  # sequences per step, over all workers
 ORDERS = (2, 3, 4, 5)  # n of the n-grams
 ROWS = 8192  # of each table
+HELD_OUT = 1024  # sequences; with a quarter of them optimizers differ by chance
 
 
 class NgramTransformer(lm.Transformer):
@@ -38,7 +39,8 @@ def hashed(tokens: jax.Array, n: int) -> jax.Array:
 
 def make_task() -> comparison.Task:
     """Predict each next byte of Python's standard library."""
-    return lm.make_task(NgramTransformer(context=64, width=64), BATCH, peak_rate=3e-3)
+    model = NgramTransformer(context=64, width=64)
+    return lm.make_task(model, BATCH, peak_rate=3e-3, held_out=HELD_OUT)
 
 
 if __name__ == "__main__":
