@@ -24,6 +24,7 @@ if __name__ == "__main__":
     whole = task.batch
     share = lambda batch: jax.tree.map(lambda x: x[: len(x) // args.share], batch)
     task = dataclasses.replace(
-        task, batch=lambda seed, step: share(whole(seed, step)), evaluations=EVALUATIONS
+        task, batch=lambda seed, step: share(whole(seed, step)),
+        evaluations=EVALUATIONS if args.share == 1 else 1,
     )
     comparison.compare(task, args, mesh, args.task)
