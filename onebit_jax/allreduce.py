@@ -29,6 +29,10 @@ PIECE_BYTES = 170_000
 #: CPUs, where a small one takes milliseconds.
 SMALL_LEAF = 65_536
 
+#: Entries from which on further leaves go into another exchange in half precision: what
+#: is sent and received of one needs memory of its own.
+GROUP = 2**19
+
 
 def compressed_allreduce(
     values: PyTree,
@@ -165,7 +169,11 @@ def exact_allreduce(
         # Of the totals, as the means would have to be stored for it.
         finite = workers.all_finite(totals, largest * w)
         return treedef.unflatten([total / w for total in totals]), finite
-    means = _half_precision_mean(leaves, axis_name, w, jnp.dtype(wire_dtype))
+    means = [
+        mean
+        for group in _consecutive(leaves, GROUP)
+        for mean in _half_precision_mean(group, axis_name, w, jnp.dtype(wire_dtype))
+    ]
     return treedef.unflatten(means), workers.all_finite(means, largest)
 
 
@@ -216,16 +224,20 @@ def _gather_rows(rows: list[Encoded], axis_name: str | None) -> list[Encoded]:
     return _from_payload(gather_payload(payload, axis_name), rows)
 
 
-def swap_payload(payload: jax.Array, axis_name: str) -> jax.Array:
-    """Row r of ``(w, C)`` to worker r; row i of the result is from worker i."""
+def swap_payload(payload: jax.Array, axis_name: str, then: Callable = lambda x: x) -> jax.Array:
+    """Row r of ``(w, C)`` to worker r; row i of the result is from worker i.
+
+    ``then`` is applied to each piece of the result, so that the whole needs no memory.
+    """
     swap = lambda rows: lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
     peers = max(lax.axis_size(axis_name) - 1, 1)
-    return _in_pieces(swap, payload, PIECE_BYTES // peers)
+    return _in_pieces(lambda rows: then(swap(rows)), payload, PIECE_BYTES // peers)
 
 
-def gather_payload(payload: jax.Array, axis_name: str) -> jax.Array:
-    """Every worker's ``(1, C)`` to everybody: ``(w, C)``."""
-    return _in_pieces(lambda row: all_gather(row[0], axis_name), payload, PIECE_BYTES)
+def gather_payload(payload: jax.Array, axis_name: str, then: Callable = lambda x: x) -> jax.Array:
+    """Every worker's ``(1, C)`` to everybody: ``(w, C)``; ``then`` as above."""
+    gather = lambda row: all_gather(row[0], axis_name)
+    return _in_pieces(lambda row: then(gather(row)), payload, PIECE_BYTES)
 
 
 def _between_cpus() -> bool:
@@ -249,6 +261,15 @@ def _sums(leaves: list[jax.Array], axis_name: str) -> list[jax.Array]:
         for i, end in zip(group, ends, strict=True):
             totals[i] = flat[end - leaves[i].size : end].reshape(leaves[i].shape)
     return totals
+
+
+def _consecutive(leaves: list[jax.Array], entries: int) -> list[list[jax.Array]]:
+    """The leaves in order, in lists of about so many entries."""
+    ends = itertools.accumulate(x.size for x in leaves)
+    groups = itertools.groupby(
+        zip(leaves, ends, strict=True), lambda pair: (pair[1] - pair[0].size) // entries
+    )
+    return [[x for x, _ in group] for _, group in groups]
 
 
 def _in_pieces(
@@ -314,11 +335,16 @@ def _half_precision_mean(
         return leaves
     to_bits = lambda x: lax.bitcast_convert_type(x.astype(wire), jnp.uint16)
     from_bits = lambda bits: lax.bitcast_convert_type(bits, wire).astype(jnp.float32)
-    exchange = gather_payload if direct else swap_payload
-    parts = from_bits(exchange(to_bits(chunks), axis_name))
-    means = sum((parts[i] for i in range(1, w)), start=parts[0])[None] / w
-    if not direct:
-        means = from_bits(gather_payload(to_bits(means), axis_name))
+
+    def mean(bits: jax.Array) -> jax.Array:
+        parts = from_bits(bits)
+        return sum((parts[i] for i in range(1, w)), start=parts[0])[None] / w
+
+    if direct:
+        means = gather_payload(to_bits(chunks), axis_name, mean)
+    else:
+        served = swap_payload(to_bits(chunks), axis_name, lambda bits: to_bits(mean(bits)))
+        means = gather_payload(served, axis_name, from_bits)
     result, start = [], 0
     for x, n in zip(leaves, lengths, strict=True):
         flat = means[:, start : start + n].reshape(-1)[: x.size]

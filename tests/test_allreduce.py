@@ -240,7 +240,8 @@ def test_one_bad_value_is_seen_by_all_and_leaves_the_errors(mode, bad):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("w", [1, 2, 3, 8])
-def test_exact_mean_in_full_and_half_precision(mode, w):
+def test_exact_mean_in_full_and_half_precision(mode, w, monkeypatch):
+    monkeypatch.setattr(allreduce, "GROUP", 16)  # so that there are two, one of two leaves
     values = {
         "a": np.random.default_rng(0).normal(size=(w, 5, 7)).astype(np.float32),
         "empty": np.zeros((w, 0), np.float32),
