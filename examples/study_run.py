@@ -12,11 +12,11 @@ import jax
 import ngram_lm
 
 #: Evaluations in a run, to tell when it reached a loss. They are not timed.
-EVALUATIONS = 40
+EVALUATIONS = {"ngram_lm": 40, "cnn": 10}
 
 if __name__ == "__main__":
     parser = cnn.parser()
-    parser.add_argument("--task", choices=("ngram_lm", "cnn"), required=True)
+    parser.add_argument("--task", choices=EVALUATIONS, required=True)
     parser.add_argument("--share", type=int, default=1)
     args = parser.parse_args()
     mesh = comparison.start(args)
@@ -25,6 +25,6 @@ if __name__ == "__main__":
     share = lambda batch: jax.tree.map(lambda x: x[: len(x) // args.share], batch)
     task = dataclasses.replace(
         task, batch=lambda seed, step: share(whole(seed, step)),
-        evaluations=EVALUATIONS if args.share == 1 else 1,
+        evaluations=EVALUATIONS[args.task] if args.share == 1 else 1,
     )
     comparison.compare(task, args, mesh, args.task)
