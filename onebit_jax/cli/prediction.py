@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 #: Share of the bandwidth that an exchange reaches, as ``bench net`` measures it.
 EFFICIENCY_F32 = 0.9
-EFFICIENCY_BF16 = 0.75  # sent in pieces, with more phases than float32
+EFFICIENCY_BF16 = 0.75
 EFFICIENCY_ONEBIT = 0.94
 
 #: Where an update is not measured: the bytes of memory it moves for each parameter,
