@@ -9,9 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from onebit_jax import packing
-
 PyTree = Any
+
 
 def known_axes() -> str:
     """The axis names in reach, as words for an error message."""
@@ -182,23 +181,6 @@ def sum_over_shards(parts: list[jax.Array], axis_name: str | None) -> jax.Array:
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether a value is an int, and no bool, of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_direct(workers: int) -> bool:
-    """Whether workers send all their bits to each other, without servers between.
-
-    For two workers that is as many bytes as with servers, in one phase.
-    """
-    return workers <= 2
-
-
-def chunk_length(n: int, workers: int) -> int:
-    """Entries of each of ``workers`` equal chunks of a leaf of ``n``.
-
-    Whole tiles where that adds at most 1/64, else whole words.
-    """
-    unit = packing.TILE if n >= 64 * packing.TILE * workers else packing.WORD_BITS
-    return unit * -(-n // (unit * workers))
 
 
 def _is_sharded(x: jax.Array) -> bool:

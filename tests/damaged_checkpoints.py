@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import test_checkpoints
 
-from onebit_jax import checkpoints
+from onebit_jax.training import checkpoints
 
 
 def truncated(raw):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import onebit_jax
-from onebit_jax import allreduce
+from onebit_jax.compression import allreduce
 
 #: So that several processes send even this small model in pieces.
 allreduce.PIECE_BYTES = 12

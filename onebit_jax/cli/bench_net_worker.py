@@ -17,8 +17,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import onebit_jax
-from onebit_jax import allreduce, workers
 from onebit_jax.cli.bench_models import EXCHANGE, METHODS, MODELS, Model, adam_by_hand
+from onebit_jax.compression import allreduce
+from onebit_jax.compression.chunks import is_direct
 
 #: Steps of every method before the timed ones: compilation and the exact round.
 UNTIMED = 2
@@ -87,7 +88,7 @@ class Exchange(Timed):
     def __init__(self, n_bytes: int, mesh: Mesh):
         super().__init__()
         w = mesh.size
-        direct = workers.is_direct(w)
+        direct = is_direct(w)
         self.predicted = n_bytes
         row = n_bytes // 4 // max(w - 1, 1) // (1 if direct else 2)
 

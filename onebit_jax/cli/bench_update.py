@@ -19,7 +19,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import onebit_jax
-from onebit_jax import packing, tiles
+from onebit_jax.compression import packing, tiles
 
 AXIS = "data"
 
