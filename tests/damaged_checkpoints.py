@@ -12,9 +12,9 @@ import sys
 
 import jax
 import numpy as np
-import test_checkpoints
+import saved as run
 
-from onebit_jax.training import checkpoints
+from onebit_jax import checkpoints
 
 
 def truncated(raw):
@@ -30,8 +30,8 @@ def flipped(raw):
 
 def main(folder, step):
     folder = pathlib.Path(folder)
-    _, fresh = test_checkpoints.build(4)
-    saved = jax.device_get(test_checkpoints.load(folder, fresh))
+    _, fresh = run.build(4)
+    saved = jax.device_get(run.load(folder, fresh))
     files = [p for p in sorted((folder / step).rglob("*")) if p.is_file() and p.stat().st_size]
     copy = folder.with_name("damaged")
     for damage in (truncated, flipped):
@@ -41,7 +41,7 @@ def main(folder, step):
             (copy / path.relative_to(folder)).write_bytes(damage(path.read_bytes()))
             message = None
             try:
-                restored = test_checkpoints.load(copy, fresh)
+                restored = run.load(copy, fresh)
             except checkpoints.CheckpointError as error:
                 message = str(error)
             if message is None:

@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import AXIS, mesh
-from test_many_leaves import gpt2_leaves
+from programs import gpt2_leaves
 
 import onebit_jax
 

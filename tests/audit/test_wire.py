@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import AXIS, mesh
+from programs import always
 
 import onebit_jax
 from onebit_jax.compression import allreduce
-from onebit_jax.optimizers.variance import Decision, VariancePolicy
 
 WIDTHS = {"u32": 4, "u16": 2, "f32": 4, "s32": 4, "u8": 1, "pred": 1, "bf16": 2}
 COLLECTIVE = re.compile(
@@ -33,11 +33,6 @@ def collectives(compiled):
             )
             found.append((match["op"], {t for t, _ in parts}, size))
     return found
-
-
-def always(exact):
-    """A static policy: only one kind of round is compiled."""
-    return VariancePolicy(lambda b2: (), lambda s, t, signals: (Decision(exact, jnp.int32(1)), s))
 
 
 def compiled_step(w, params, variance):

@@ -9,19 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import AXIS, mesh
-from test_wire import always
+from programs import always, gpt2_leaves
 
 import onebit_jax
-
-
-def gpt2_leaves(width, vocabulary, context, blocks):
-    """Shapes of a GPT-2: embeddings, and twelve leaves a block."""
-    yield from ((vocabulary, width), (context, width))
-    for _ in range(blocks):
-        yield from ((width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,))
-        yield from ((width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width))
-        yield (width,)
-    yield from ((width,), (width,))
 
 
 def prepared(shapes, w):
