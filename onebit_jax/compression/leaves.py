@@ -5,6 +5,7 @@ Each stage is a function of the leaf and of what the stages before it have retur
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -129,7 +130,7 @@ class Leaf:
         """Of the divisor, in tiles."""
         return () if self.divisor is None else self.divisor.args
 
-    @property
+    @functools.cached_property
     def counts(self) -> np.ndarray:
         """Entries of each block that are no padding."""
         return self.quantizer.block_counts(self.cut.entries, self.cut.length)
