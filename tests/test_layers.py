@@ -16,7 +16,8 @@ PACKAGE = pathlib.Path(onebit_jax.__file__).parent
 #: From the ground up. A module imports only what stands before it.
 ORDER = (
     "workers",
-    "compression.packing", "compression.quantize", "compression.tiles", "compression.chunks",
+    "compression.marks", "compression.packing", "compression.quantize", "compression.tiles",
+    "compression.chunks",
     "compression.feedback", "compression.leaves", "compression.allreduce",
     "optimizers.rounds", "optimizers.wrappers", "optimizers.variance", "optimizers.moments",
     "optimizers.means", "optimizers.scaling", "optimizers.adam",

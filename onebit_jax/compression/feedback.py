@@ -9,20 +9,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from onebit_jax import workers
+from onebit_jax.compression import marks
 from onebit_jax.compression.chunks import chunk_length, is_direct
 
 PyTree = Any
 
-#: State fields whose arrays differ from worker to worker. Each has a leading
-#: worker axis: size 1 inside ``shard_map``, the number of workers outside. They
-#: are told by name: parameters kept in a NamedTuple or dataclass (not a dict) must
-#: not have fields of these names.
-PER_WORKER_FIELDS = frozenset({"worker_error", "server_error", "worker_sum", "sent"})
-
-#: State field whose arrays are flat, a value for some entries of a leaf each.
-SPANS_FIELD = "nu_spans"
-
-
+@marks.state_class(own=("worker_error", "server_error"))
 class ErrorFeedback(NamedTuple):
     """What compression has left over and adds to the next round.
 
@@ -61,19 +53,9 @@ def init_errors(params: PyTree, axis_name: str | None, dtype: Any = None) -> Err
     return ErrorFeedback(jax.tree.map(worker, params), jax.tree.map(server, params))
 
 
-def _field(path: tuple) -> str | None:
-    """The per-worker field of a state that a path runs through, if any."""
-    for key in path:
-        # DictKey has no name: a parameter in a dict may be called anything.
-        name = getattr(key, "name", None)
-        if name in PER_WORKER_FIELDS:
-            return name
-    return None
-
-
 def is_per_worker(path: tuple) -> bool:
     """Whether the leaf of a state at this path has a leading worker axis."""
-    return _field(path) is not None
+    return marks.marked(path, marks.OWN) is not None
 
 
 def per_worker_leaves(state: PyTree) -> list[Any]:
@@ -122,10 +104,10 @@ def state_specs(state: PyTree, axis_name: str, param_specs: PyTree | None = None
             raise ValueError("param_specs must be a container of PartitionSpecs, found one leaf")
 
     def spec(path: tuple, node: Any) -> Any:
-        field = _field(path)
+        field = marks.marked(path, marks.OWN)
         if treedef is None or jax.tree.structure(node) != treedef:
             return PartitionSpec(axis_name) if field else PartitionSpec()
-        spans = any(getattr(key, "name", None) == SPANS_FIELD for key in path)
+        spans = marks.marked(path, marks.SPANS) is not None
         if field is None and not spans:
             return param_specs
 
@@ -177,17 +159,20 @@ def resize_workers(state: PyTree, new_size: int) -> PyTree:
     if new_size < 1:
         raise ValueError(f"new_size must be at least 1, found {new_size}")
 
+    is_errors = lambda x: isinstance(x, ErrorFeedback) or marks.class_of(x) is ErrorFeedback
+
     # In NumPy: the old and the new sharding do not mix.
     def resize(path: tuple, node: Any) -> Any:
         if isinstance(node, ErrorFeedback):
             return _resize_errors(node, new_size)
-        field = _field(path)
+        if is_errors(node):
+            return marks.as_mapping(_resize_errors(marks.as_tuple(node), new_size), node)
+        field = marks.marked(path, marks.OWN)
         if field is None:
             return node
         held = np.asarray(node)
         return np.repeat(held[:1] if field == "sent" else _mean(held), new_size, axis=0)
 
-    is_errors = lambda x: isinstance(x, ErrorFeedback)
     return jax.tree_util.tree_map_with_path(resize, state, is_leaf=is_errors)
 
 

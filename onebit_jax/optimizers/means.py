@@ -8,13 +8,14 @@ import optax
 from jax import lax
 
 from onebit_jax import workers
-from onebit_jax.compression import allreduce, feedback
+from onebit_jax.compression import allreduce, feedback, marks
 from onebit_jax.compression.feedback import ErrorFeedback
 from onebit_jax.compression.quantize import SignQuantizer
 from onebit_jax.optimizers import wrappers
 from onebit_jax.optimizers.rounds import Rounds, count_round, init_rounds, zero_unless
 
 
+@marks.state_class()
 class CompressedMeanState(NamedTuple):
     """State of :func:`compressed_mean`.
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from onebit_jax import workers
+from onebit_jax.compression import marks
 
 
+@marks.state_class(own=("sent",))
 class Rounds(NamedTuple):
     """Counts of what a synchronising transformation has done.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import workers
-from onebit_jax.compression import allreduce, feedback
+from onebit_jax.compression import allreduce, feedback, marks
 from onebit_jax.compression.feedback import ErrorFeedback
 from onebit_jax.compression.quantize import SignQuantizer
 from onebit_jax.optimizers import moments, variance as policies, wrappers
@@ -22,6 +22,7 @@ DEFAULT_VARIANCE = policies.refresh()
 CUT_SHARE = 0.1
 
 
+@marks.state_class(spans=("nu_spans",))
 class ScaleByOnebitAdamState(NamedTuple):
     """State of :func:`scale_by_onebit_adam`.
 

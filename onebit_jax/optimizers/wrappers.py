@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from onebit_jax import workers
-from onebit_jax.compression import feedback
+from onebit_jax.compression import feedback, marks
 
 # Wrappers whose function runs the inner update in a way that breaks a
 # collective, by the qualified name of that function in optax.
@@ -73,6 +73,7 @@ def _optax_callers() -> list[str]:
     return names
 
 
+@marks.state_class(own=("worker_sum",))
 class AccumulateState(NamedTuple):
     """State of :func:`accumulate`.
 

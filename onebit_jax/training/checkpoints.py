@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from onebit_jax import workers
-from onebit_jax.compression import feedback
+from onebit_jax.compression import feedback, marks
 from onebit_jax.compression.chunks import is_direct
 from onebit_jax.compression.feedback import ErrorFeedback
 from onebit_jax.training import replicas
@@ -60,7 +60,7 @@ def items(state: PyTree) -> dict[str, ocp.args.CheckpointArgs]:
     # Orbax does not take arrays without entries.
     kept = treedef.unflatten([leaf if np.size(leaf) else None for _, leaf in leaves])
     return {
-        STATE: ocp.args.StandardSave(kept),
+        STATE: ocp.args.StandardSave(marks.plain(kept)),
         CONTENTS: ocp.args.JsonSave(contents),
     }
 
@@ -228,10 +228,12 @@ def _read_state(
 ) -> PyTree:
     path = f"{folder}/{STATE}"
     kept = treedef.unflatten([t if math.prod(t.shape) else None for t in targets])
-    restored = _read(manager, step, STATE, ocp.args.StandardRestore(kept), path)
+    args = ocp.args.StandardRestore(marks.plain(kept))
+    restored = _read(manager, step, STATE, args, path)
+    as_saved: Any = jax.tree.structure(marks.plain(treedef.unflatten(targets)))
     values = [
         target if value is None else value
-        for value, target in zip(treedef.flatten_up_to(restored), targets, strict=True)
+        for value, target in zip(as_saved.flatten_up_to(restored), targets, strict=True)
     ]
     state = treedef.unflatten(values)
     sums = np.asarray(replicas.checksums(values)).tolist()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onebit_jax.compression import marks
 from onebit_jax.optimizers.means import CompressedMeanState
 from onebit_jax.optimizers.rounds import Rounds, rounds_in
 from onebit_jax.optimizers.scaling import ScaleByOnebitAdamState
@@ -111,6 +112,7 @@ def metrics(state: Any) -> dict[str, Any]:
       >>> onebit_jax.metrics(state)["variance_age"]
       2
     """
+    state = marks.typed(state)
     # The same on all workers, so that the first will do, under pmap too.
     exact, onebit, skipped = (
         sum(_number(getattr(rounds, name)) for rounds in _all_rounds(state))
@@ -137,7 +139,7 @@ def metrics(state: Any) -> dict[str, Any]:
 
 
 def _all_rounds(state: Any) -> list[Rounds]:
-    found = rounds_in(state)
+    found = rounds_in(marks.typed(state))
     if not found:
         raise ValueError(
             "no counts of rounds in this state: it is not that of onebit_adam, "
